@@ -202,10 +202,12 @@ class ExpertsSpec:
         problems = [*filter(None, found)]
         if problems:
             return problems
-        if self.num_experts % self.num_groups or self.groups_chosen > self.num_groups:
-            problems.append(f"{self.groups_chosen} of {self.num_groups} groups of {self.num_experts} experts")
+        if self.num_experts % self.num_groups:
+            problems.append(f"num_experts {self.num_experts} is not a multiple of num_groups {self.num_groups}")
+        elif self.groups_chosen > self.num_groups:
+            problems.append(f"groups_chosen {self.groups_chosen} is above num_groups {self.num_groups}")
         elif self.groups_by > self.num_experts // self.num_groups:
-            problems.append(f"groups have fewer than {self.groups_by} of {self.num_experts} experts")
+            problems.append(f"{self.num_groups} groups of {self.num_experts} experts have fewer than {self.groups_by}")
         elif self.num_chosen > (most := self.num_experts // self.num_groups * self.groups_chosen):
             problems.append(f"num_chosen {self.num_chosen} is above num_experts {most}")
         return problems
