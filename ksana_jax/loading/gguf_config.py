@@ -197,7 +197,7 @@ class _Keys:
                 self.problem(key, "every model has it")
         self.check()  # the code below computes with them
         latents: dict[str, Any] = {}
-        if self.architecture == "deepseek2":
+        if self.architecture in gguf_families.LATENTS:
             try:
                 latents = gguf_families.latents(self.keys, fields, self.file.tensors)
                 latents["rope_scaling"] = gguf_families.with_mscale(

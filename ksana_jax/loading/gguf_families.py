@@ -15,6 +15,7 @@ from ksana_jax.models.families import FAMILIES
 
 EPS = "attention.layer_norm_epsilon"
 LAYER_NORMS = ("gptneox", "falcon", "mpt", "gpt2", "stablelm", "command-r", "cohere2")
+LATENTS = ("deepseek2",)
 # In these, configs of Hugging Face have other names for usual fields.
 OWN_NAMES = ("gpt_neox", "falcon", "mpt", "gpt2", "stablelm", "cohere", "cohere2")
 # That the functions below take out.
