@@ -77,7 +77,7 @@ REFUSALS = (
     Refusal(BY_HEAD, "kv_full_precision_layers", "blocks hold heads of different layers"),
     Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
-    Refusal(LATENTS, WHOLE_BLOCKS, "it encodes keys and values apart, and latents are both: use int8 or int4"),
+    Refusal(LATENTS, WHOLE_BLOCKS, "it encodes keys and values apart, and latents are both"),
     Refusal(LATENTS, READS_OUTPUTS, "that matrix multiplies values, which heads compute from latents"),
     Refusal(SHARED_KV, OTHER_PATTERN, "a block keeps the tokens to which the layer that writes it attends"),
     Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),

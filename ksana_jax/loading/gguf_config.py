@@ -31,7 +31,8 @@ ARCHITECTURES |= {"gptneox": "gpt_neox", "falcon": "falcon", "mpt": "mpt", "gpt2
 ARCHITECTURES |= {"command-r": "cohere", "cohere2": "cohere2", "gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}
 ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "deepseek2": "deepseek_v2"}
 # Architectures whose names converters also give models of another family.
-SHARED = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "deepseek_v3": "deepseek2", "youtu": "deepseek2"}
+SHARED = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+SHARED |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2")
 # Families by architecture with experts. A llama has experts if it has their number.
 EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 EXPERTS |= {"gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}

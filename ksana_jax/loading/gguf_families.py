@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.models.families import FAMILIES
 
@@ -84,26 +85,26 @@ def _gpt_oss(fields: Values, keys: Values, tensors: Container[str]) -> Values:
     return found | {"rope_parameters": rope}
 
 
-def latents(keys: Values, fields: Values, tensors: Container[str]) -> Values:
+def latents(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
     """Returns the fields of a model with latents and takes its keys out; a problem is a value that families refuse.
 
     Files have heads as attention to latents has them, and next to them widths of heads by definition.
     """
 
     def taken(key: str, default: Any = None) -> Any:
-        return keys.pop(key, default)
+        value = keys.pop(key, default)
+        if isinstance(value, (str, list, np.ndarray)):
+            raise ConfigError(f"{key} is {value!r:.60}; supported: a number")
+        return value
 
     rank, rotated, value = taken("attention.kv_lora_rank"), taken("rope.dimension_count"), taken(f"{_VALUE}_mla")
     width = taken(f"{_KEY}_mla")
-    is_sound = all(type(n) in (int, np.uint32, np.uint64) for n in (rank, rotated, value, width))
-    wanted = {_KEY: rank + rotated, _VALUE: rank, _KV_HEADS: 1} if is_sound else {}
-    if not is_sound or any(keys.get(key, n) != n for key, n in wanted.items()):
+    of_heads = taken(_KEY), taken(_VALUE), taken(_KV_HEADS)
+    if None in (rank, rotated, value, width) or of_heads != (rank + rotated, rank, 1):
         raise ConfigError(
             f"heads are not of latents: older converters of llama.cpp wrote them expanded ({_KEY}_mla is {width}, "
-            f"{', '.join(f'{key} {keys.get(key)}' for key in (_KEY, _VALUE, _KV_HEADS))}); convert the model again"
+            f"{_KEY}, {_VALUE} and {_KV_HEADS} are {of_heads}); convert the model again"
         )
-    for key in wanted:
-        taken(key)
     found: Values = {"model_type": "youtu", "num_key_value_heads": fields["num_attention_heads"]}
     found |= {"kv_lora_rank": int(rank), "qk_rope_head_dim": int(rotated), "v_head_dim": int(value)}
     found |= {"qk_nope_head_dim": int(width) - int(rotated), "q_lora_rank": taken("attention.q_lora_rank")}
@@ -120,7 +121,7 @@ def latents(keys: Values, fields: Values, tensors: Container[str]) -> Values:
     if gating not in (1, 2):
         raise ConfigError(f"expert_gating_func is {gating}; supported: 1 (softmax), 2 (sigmoid)")
     kind = "deepseek_v2" if gating == 1 else "deepseek_v3"
-    method = {"topk_method": "group_limited_greedy" if groups["n_group"] > 1 else "greedy"} if gating == 1 else {}
+    method = {"topk_method": "greedy" if groups["n_group"] == 1 else "group_limited_greedy"} if gating == 1 else {}
     return found | {"model_type": kind} | experts | groups | method
 
 
@@ -131,8 +132,8 @@ def with_mscale(scaling: Values, multiplier: Any) -> Values:
     """
     if not multiplier:
         return scaling
-    if not 0 < multiplier < 0.2:
-        raise ConfigError(f"rope.scaling.yarn_log_multiplier is {multiplier:g}; supported: a tenth of mscale_all_dim")
+    if problem := checks.number("rope.scaling.yarn_log_multiplier", multiplier, above=0, high=0.2):
+        raise ConfigError(f"{problem}: a tenth of mscale_all_dim")
     mscale = round(10 * float(multiplier), 6)
     return scaling | {"mscale": mscale, "mscale_all_dim": mscale}
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.core.layer_spec import PARALLEL, LatentSpec, LayerSpec, NormSpec
+from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.block_matrix import Blocks
 from ksana_jax.models.layers import Linear, Normalise
@@ -51,42 +51,8 @@ class Operators:
         """Normalises and projects hidden states x [..., D]."""
         with jax.named_scope("qkv"):
             normed = self.normed(x, p.attn_norm, spec.norms)
-            if (latent := spec.attention.latent) is not None:
-                return self.latents(normed, p, spec, latent)
             parts = (p.w_q, p.b_q), (p.w_k, p.b_k), (p.w_v, p.b_v), (p.w_qkv, p.b_qkv)
             return self.heads([self.linear(normed, w, b) for w, b in parts if w is not None], p, spec)
-
-    def latents(self, x: jax.Array, p: LayerParams, spec: LayerSpec, latent: LatentSpec) -> Projected:
-        """Returns queries [..., N, H] of latents, and what the pool stores of tokens x [..., D], [..., 1, H], twice: as
-        keys and as values.
-
-        Halves of the rotated numbers come before halves of the others, so that i is rotated with i + H/2.
-        """
-        norms = dataclasses.replace(spec.norms, kind="rms", eps=latent.eps)
-        if latent.query_rank is None:
-            q = self.linear(x, p.w_q_plain)
-        else:
-            q = self.linear(self.normed(self.linear(x, p.w_q_a), p.q_a_norm, norms), p.w_q_b)
-        plain, turned = jnp.split(q.reshape(*x.shape[:-1], -1, latent.plain + latent.rotated), [latent.plain], -1)
-        of_rank = jnp.einsum(
-            "...NP,NPR->...NR",
-            plain,
-            p.w_uk.reshape(-1, latent.plain, latent.rank),
-            preferred_element_type=jnp.float32,
-        ).astype(x.dtype)
-        c, shared = jnp.split(self.linear(x, p.w_kv_a), [latent.rank], axis=-1)
-        kv = _in_halves(shared, self.normed(c, p.kv_a_norm, norms), latent)[..., None, :]
-        return _in_halves(turned, of_rank, latent), kv, kv
-
-    def values(self, attended: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
-        """Returns each head's weighted sum of values [..., N, V] from attention's result [..., N, H]."""
-        if (latent := spec.attention.latent) is None:
-            return attended
-        with jax.named_scope("output"):
-            half = attended.shape[-1] // 2
-            halves = attended[..., latent.rotated // 2 : half], attended[..., half + latent.rotated // 2 :]
-            c, w_uv = jnp.concatenate(halves, axis=-1), p.w_uv.reshape(-1, latent.value, latent.rank)
-            return jnp.einsum("...NR,NVR->...NV", c, w_uv, preferred_element_type=jnp.float32).astype(attended.dtype)
 
     def heads(self, projected: Sequence[jax.Array], p: LayerParams, spec: LayerSpec) -> Projected:
         """Splits q [..., N*H], k and v [..., K*H], or all three in one array, or q alone, into heads, and normalises q
@@ -141,16 +107,6 @@ class Operators:
         """Adds the output of attention or MLP to hidden states x [..., D], normed and scaled as the layer specifies."""
         out = self.normed(out, norm, spec.norms)
         return x + (out if spec.residual_scale == 1 else out * spec.residual_scale)
-
-
-def _in_halves(rotated: jax.Array, others: jax.Array, latent: LatentSpec) -> jax.Array:
-    """Returns [..., H]: half of the rotated numbers, half of the others, and the other halves."""
-    if latent.interleaved:
-        parts = rotated[..., 0::2], rotated[..., 1::2]
-    else:
-        parts = jnp.split(rotated, 2, axis=-1)
-    first, second = jnp.split(others, 2, axis=-1)
-    return jnp.concatenate([parts[0], first, parts[1], second], axis=-1)
 
 
 # XLA's operators, which run everywhere and have gradients.

@@ -80,7 +80,7 @@ class LayerParams:
     b_up_experts: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", stacked=True))  # [E, F]
     b_down_experts: jax.Array | None = field(default=None, metadata=vector("once", "zeros", stacked=True))  # [E, D]
     choice_bias: jax.Array | None = field(default=None, metadata=vector("whole", "zeros", float32=True))  # [E]
-    # Of models with latents, see `LatentSpec`: queries of hidden states, or of a vector of query_rank numbers.
+    # Models with latents, see `LatentSpec`, have w_q_plain, or w_q_a and w_q_b, instead of w_q.
     w_q_plain: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [N*(plain + rotated), D]
     w_q_a: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [query_rank, D]
     q_a_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [query_rank]

@@ -1,11 +1,9 @@
 """The paged KV pool on the device. Knows blocks and slots, not their owners.
 
-The leaf "kv" [M, L, X, K, B, H] holds keys (0) and values (1) of all layers, or latents, which are both and have one
-side, so that moving a block to another memory
-is one contiguous copy, and the compiled step has one large buffer to donate. Other data of a codec for a vector,
-such as a scale, are a leaf [M, L, X, K, B, ...]. Leaves are read through flat views [M*L*X*K, B, ...] of the heads on
-this device: gathering whole [B, H] pieces with the heads outermost was 1.4 times faster on CPU than gathering tokens
-(34 against 46 ms for 8 layers, 32 rows of 256 tokens, jax 0.10.2 on two shared cores).
+The leaf "kv" [M, L, X, K, B, H] holds keys (0) and values (1) of all layers, or latents, which are both (X is 1): a
+block moves to another memory in one copy, and a step donates one large buffer. Scales are leaves [M, L, X, K, B, ...].
+Leaves are read through flat views [M*L*X*K, B, ...]: gathering pieces [B, H], heads outermost, was 1.4 times faster on
+CPU than gathering tokens (34 against 46 ms: 8 layers, 32 rows of 256 tokens, jax 0.10.2, two shared cores).
 """
 
 from __future__ import annotations
@@ -57,11 +55,11 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
-    def _rows(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns indices [..., K] into the flat views of each side of blocks [...]."""
+    def _rows(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns indices [..., K] into the flat views of the keys and values of blocks [...]."""
         _, num_layers, sides, num_kv_heads, *_ = self.kv.shape
         keys = ((block_ids * num_layers + layer) * sides * num_kv_heads)[..., None] + jnp.arange(num_kv_heads)
-        return tuple(keys + side * num_kv_heads for side in range(sides))
+        return keys, keys if sides == 1 else keys + num_kv_heads
 
     def _parts(self) -> tuple[KVCache, KVCache, int]:
         """Returns the pool's layers in full precision, the others, and how many of a group's are the former."""
@@ -107,15 +105,15 @@ class KVCache:
             return jax.lax.cond(layer < num_exact, *(functools.partial(read, *part) for part in parts))
         shape = (*block_ids.shape[:-1], self.kv.shape[3], block_ids.shape[-1] * self.block_size)
         rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
-        sides = [self.decoded(_Gathered(self.leaves, r, shape)) for r in rows]
-        return sides[0], sides[-1]
+        k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
+        return k, v
 
     def read_heads(self, layer: int | jax.Array, block_ids: jax.Array, heads: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads and decodes keys and values [..., P*B, H] of one kv head in each of blocks [..., P]."""
         shape = (*block_ids.shape[:-1], block_ids.shape[-1] * self.block_size)
         rows = (jnp.take_along_axis(r, heads[..., None], axis=-1)[..., 0] for r in self._rows(layer, block_ids))
-        sides = [self.decoded(_Gathered(self.leaves, r, shape)) for r in rows]
-        return sides[0], sides[-1]
+        k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
+        return k, v
 
     def summaries(self, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
         """Reads the summaries [S, K, P, *summary_shape] of blocks [S, P] in one layer."""

@@ -3,6 +3,7 @@ them. Tokens are those of the model without a cache, which `tests/models/test_go
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
-from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import LatentSpec, RopeConfig
 from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.codecs.registry import find_codec
@@ -117,18 +118,18 @@ def test_methods_evict_one_latent_for_all_heads(method):
     prompts = "once" if method == "adakv" else "streamed"
     llm = make(kv_eviction={"method": method, "budget": 32, "prompts": prompts}, kept_tokens=True)
     [output] = llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY)
-    kept = output.outputs[0].kept_tokens
+    kept: Any = output.outputs[0].kept_tokens
     assert kept.shape == (2, 1, 75) and kept.sum(axis=-1).max() < 60
 
 
-def read_back(text: np.ndarray, codec: str) -> jax.Array:
+def read_back(text: Any, codec: str) -> jax.Array:
     """Log-probabilities of a text of which each latent is read as a codec decodes it."""
-    codec, ropes, positions = find_codec(codec), layer_ropes(CONFIG), jnp.arange(len(text))
+    stored, ropes, positions = find_codec(codec), layer_ropes(CONFIG), jnp.arange(len(text))
 
     def attend(layer, q, k, v, state):
         rope, angles = ropes[layer], ropes[layer].angles(positions)
-        q, k = rope.rotate(q, angles), codec.decode(codec.encode(rope.rotate(k, angles), jnp), jnp)[:, 0]
-        scores = jnp.einsum("TNH,CH->NTC", q, k.astype(jnp.float32)) * CONFIG.attention_scale
+        q, k = rope.rotate(q, angles), stored.decode(stored.encode(rope.rotate(k, angles), jnp), jnp)[:, 0]
+        scores = jnp.einsum("TNH,CH->NTC", q, k.astype(jnp.float32)) * 16**-0.5
         weights = jax.nn.softmax(jnp.where(positions[:, None] >= positions, scores, -jnp.inf))
         return jnp.einsum("NTC,CH->TNH", weights, k.astype(jnp.float32)), state
 
@@ -175,17 +176,10 @@ def test_a_token_takes_the_bytes_of_its_latents():
     layout = layout_of(DEEPSEEK, dtype="bf16", block_size=64)
     assert layout.token_bytes == 61 * 1152 and layout.leaf("kv").shape == (61, 1, 1, 64, 576)
     llm = make(dtype="bf16")
-    assert llm.engine.executor.cache.nbytes == 120 * 4 * 2 * 32 * 2 == 120 * llm.engine.scheduler.layout.block_bytes
+    assert len(tokens_of(llm, PROMPTS[:1], GREEDY)[0]) == 16
+    assert llm.runner.cache.nbytes == 120 * 4 * 2 * 32 * 2 == 120 * llm.engine.scheduler.layout.block_bytes
 
 
-REFUSED = {
-    "latents, which are keys and values at once": {"operators": {"attention": "native"}},
-    "a model with latents does not go with kv_cache_dtype kivi4": {"kv_cache_dtype": "kivi4"},
-    "a model with latents does not go with kv_eviction CriticalKV": {"kv_eviction": {"method": "criticalkv"}},
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_does_not_serve_latents_is_refused(said):
-    with pytest.raises((ConfigError, ValueError), match=said):
-        make(**REFUSED[said])
+def test_attention_that_reads_keys_and_values_apart_is_refused():
+    with pytest.raises(ValueError, match="latents, which are keys and values at once"):
+        make(operators={"attention": "native"})

@@ -66,7 +66,7 @@ def said(name: str, tmp_path, **keys) -> str:
 
 def test_gguf_files_that_cannot_be_read_right_are_refused(tmp_path):
     assert "older converters of llama.cpp wrote them expanded" in said(V2, tmp_path, attention__head_count_kv=4)
-    assert "yarn_log_multiplier is 1; supported: a tenth" in said(V2, tmp_path, rope__scaling__yarn_log_multiplier=1.0)
+    assert "above 0 and at most 0.2: a tenth of mscale" in said(V2, tmp_path, rope__scaling__yarn_log_multiplier=1.0)
     assert "expert_gating_func is 3; supported: 1 (softmax)" in said(V3, tmp_path, expert_gating_func=3)
     assert "norm_topk_prob is True" in said(V2, tmp_path, expert_weights_norm=np.bool_(True))
     assert "deepseek2.attention.other is 5; not supported" in said(V3, tmp_path, attention__other=5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec, RopeConfig
+from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.experts import route
@@ -17,7 +18,7 @@ from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.flops import StepFlops
 from ksana_jax.models.params import num_params
 from tests.golden.cases import golden_case
-from tests.models.test_golden import model_of
+from tests.models import test_golden
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 V2, V3, CPM = (
@@ -25,6 +26,10 @@ V2, V3, CPM = (
     "deepseek_v3-latent-rope-yarn-experts",
     "minicpm3-latent-rope-long-tied",
 )
+
+
+def model_of(name: str) -> Any:
+    return test_golden.model_of(name)
 
 
 def moved(name: str, **changes) -> float:
@@ -114,7 +119,7 @@ def test_experts_come_from_the_best_groups_and_their_weights_lack_the_bias(scori
 
 def test_the_bias_of_a_choice_keeps_its_bits_in_any_dtype():
     config, _ = model_of(V3)
-    layers = abstract_params(config, "bf16").layers
+    layers: Any = abstract_params(config, "bf16").layers
     assert layers[0].choice_bias is None and layers[1].choice_bias.dtype == jnp.float32
     assert layers[1].w_router.dtype == jnp.bfloat16
 
@@ -175,10 +180,8 @@ def test_a_field_that_would_change_logits_is_refused(said):
 
 
 def test_a_config_whose_sizes_do_not_fit_its_latents_is_refused():
-    latent, rope = LatentSpec(24, 8, 8, 10), RopeConfig(partial_rotary_factor=0.25)
-    given = {"num_kv_heads": 1, "head_dim": 32, "latent": latent, "rope": rope}
-    ModelConfig(**given).validate()
+    config = ModelConfig(num_kv_heads=1, head_dim=32, latent=LatentSpec(24, 8, 8, 10)).validate()
     with pytest.raises(ConfigError, match="num_kv_heads is 2, latents have 1; head_dim is 30, latents have 32"):
-        ModelConfig(**given | {"num_kv_heads": 2, "head_dim": 30, "rope": RopeConfig()}).validate()
+        dataclasses.replace(config, num_kv_heads=2, head_dim=30).validate()
     with pytest.raises(ConfigError, match="latent rank is 23, must be even"):
-        ModelConfig(**given | {"latent": dataclasses.replace(latent, rank=23)}).validate()
+        dataclasses.replace(config, latent=LatentSpec(23, 8, 8, 10)).validate()

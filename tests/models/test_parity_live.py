@@ -187,7 +187,7 @@ EXPORTED = {
     "minicpm3": dataclasses.replace(
         LATENT,
         **{"family": "minicpm3", "latent": LatentSpec(24, 8, 8, 10, 12, interleaved=False), "attention_scale": 0.25},
-        **{"embed_scale": 3.0, "residual_scale": 0.7, "logit_scale": 0.25},
+        **{"embed_scale": 3.0, "residual_scale": 1.2 / 3**0.5, "logit_scale": 0.25},
     ),
     "deepseek_v2": dataclasses.replace(
         LATENT,

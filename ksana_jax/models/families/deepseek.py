@@ -16,8 +16,8 @@ def read2(fields: Fields) -> dict[str, Any]:
     fields.must_be("scoring_func", ("softmax",), "supported: softmax")
     fields.must_be("norm_topk_prob", (False,), "supported: false")
     fields.must_be("topk_method", ("greedy", GROUPED), f"supported: greedy, {GROUPED}")
-    groups = latents.read_groups(fields, 1) if fields.get("topk_method") == GROUPED else {}
-    return latents.read_latents(fields) | latents.read_experts(fields, normalised=False, **groups)
+    routes: dict[str, Any] = latents.read_groups(fields, 1) if fields.get("topk_method") == GROUPED else {}
+    return latents.read_latents(fields) | latents.read_experts(fields, normalised=False, **routes)
 
 
 def write2(config: ModelConfig) -> dict[str, Any]:

@@ -39,7 +39,7 @@ EXPERTS |= {
 # The rotated part of a head is what transformers calls its head_dim.
 FIELDS = {"head_dim": "qk_rope_head_dim"}
 MSCALE = "mscale_all_dim"
-# Of DeepSeek's sizes.
+# DeepSeek's sizes.
 DEFAULTS = {
     "num_key_value_heads": None,
     "kv_lora_rank": 512,
