@@ -18,6 +18,7 @@ from ksana_jax.core.layer_spec import (
     PLAIN_ROPE,
     AttentionSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     NormPlacement,
     NormSpec,
@@ -55,6 +56,7 @@ class ModelConfig:
         position 0; None for no such table. Sequences then have no more than max_position tokens.
       max_position: context length in tokens that the model was trained for.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
+      latent: what the pool stores of a token instead of keys and values, see `layer_spec.LatentSpec`; None for those.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
 
@@ -91,6 +93,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     kv_layers: tuple[int, ...] | None = None
+    latent: LatentSpec | None = None
     kept: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
     def problems(self) -> list[str]:
@@ -118,6 +121,12 @@ class ModelConfig:
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         found += [] if self.experts is None else self.experts.problems()
+        if self.latent is not None:
+            found += self.latent.problems()
+            wanted = {"num_kv_heads": 1, "head_dim": self.latent.head_dim}
+            found += [
+                f"{k} is {getattr(self, k)}, latents have {v}" for k, v in wanted.items() if getattr(self, k) != v
+            ]
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)
         if self.kv_layers is not None and not found:
@@ -149,6 +158,7 @@ class ModelConfig:
             out_bias=self.out_bias,
             qk_norm=self.qk_norm,
             alibi=self.alibi,
+            latent=self.latent,
         )
         mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
