@@ -121,12 +121,7 @@ class ModelConfig:
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         found += [] if self.experts is None else self.experts.problems()
-        if self.latent is not None:
-            found += self.latent.problems()
-            wanted = {"num_kv_heads": 1, "head_dim": self.latent.head_dim}
-            found += [
-                f"{k} is {getattr(self, k)}, latents have {v}" for k, v in wanted.items() if getattr(self, k) != v
-            ]
+        found += [] if self.latent is None else self.latent.problems(self.num_kv_heads, self.head_dim)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)
         if self.kv_layers is not None and not found:
@@ -146,20 +141,20 @@ class ModelConfig:
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """The specification of each layer."""
-        attention = functools.partial(
-            AttentionSpec,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            qkv_bias=self.qkv_bias,
-            out_bias=self.out_bias,
-            qk_norm=self.qk_norm,
-            alibi=self.alibi,
-            latent=self.latent,
+        same = (
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "soft_cap",
+            "sinks",
+            "qkv_bias",
+            "out_bias",
+            "qk_norm",
+            "alibi",
         )
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, "latent")}
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        attention = functools.partial(AttentionSpec, scale=scale, **given)
         mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers

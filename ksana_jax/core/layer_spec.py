@@ -110,14 +110,16 @@ class LatentSpec:
         """Numbers of a token in the pool."""
         return self.rank + self.rotated
 
-    def problems(self) -> list[str]:
-        """Returns the problems of these numbers, one sentence each."""
+    def problems(self, num_kv_heads: int, head_dim: int) -> list[str]:
+        """Returns the problems of these numbers, and of the model's, one sentence each."""
         sizes = ("rank", "rotated", "plain", "value")
         found = [checks.integer(f"latent {name}", getattr(self, name)) for name in sizes]
         found += [checks.integer("latent query_rank", self.query_rank, optional=True)]
         for name in ("rank", "rotated"):
             value = getattr(self, name)
             found += [f"latent {name} is {value}, must be even"] * (isinstance(value, int) and value % 2)
+        if (num_kv_heads, head_dim) != (1, self.head_dim):
+            found += [f"num_kv_heads {num_kv_heads} and head_dim {head_dim} must be 1 and {self.head_dim} with latents"]
         return [*filter(None, found)]
 
 

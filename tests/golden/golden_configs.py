@@ -1,19 +1,8 @@
 """The configs of the golden cases; see make_golden.py."""
 
-BASE = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+from base_config import BASE, without
+from latent_configs import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU
+
 LLAMA = BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "head_dim": 16}
 MISTRAL = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "rope_theta": 10000.0}
 MINISTRAL = MISTRAL | {
@@ -50,10 +39,6 @@ QWEN3 = BASE | {
     "head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
-
-
-def without(config, *names):
-    return {key: value for key, value in config.items() if key not in names}
 
 
 GEMMA = without(BASE, "hidden_act") | {
@@ -233,84 +218,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
-LATENTS = without(BASE, "num_key_value_heads") | {
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "rms_norm_eps": 1e-2,  # norms of latents have 1e-6
-}
-DEEPSEEK_ROPE = {
-    "type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-DEEPSEEK = LATENTS | {
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "routed_scaling_factor": 1.5,
-    "n_group": 4,
-    "topk_group": 2,
-    "rope_theta": 10000.0,
-    "rope_scaling": DEEPSEEK_ROPE,
-}
-DEEPSEEK_V2 = DEEPSEEK | {
-    "model_type": "deepseek_v2",
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "q_lora_rank": None,
-    "topk_method": "group_limited_greedy",
-    "norm_topk_prob": False,
-}
-DEEPSEEK_V3 = DEEPSEEK | {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
-}
-YOUTU = LATENTS | {
-    "model_type": "youtu",
-    "architectures": ["YoutuForCausalLM"],
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "tie_word_embeddings": True,
-    "rope_theta": 1600000.0,
-}
-GLM4_MOE_LITE = without(DEEPSEEK, "first_k_dense_replace", "rope_scaling", "n_group", "topk_group") | {
-    "model_type": "glm4_moe_lite",
-    "architectures": ["Glm4MoeLiteForCausalLM"],
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "norm_topk_prob": True,
-    "v_head_dim": 16,
-}
-MINICPM3 = LATENTS | {
-    "model_type": "minicpm3",
-    "architectures": ["MiniCPM3ForCausalLM"],
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "v_head_dim": None,
-    "tie_word_embeddings": True,
-    "scale_emb": 3,
-    "scale_depth": 1.2,
-    "dim_model_base": 12,
-    "rope_theta": 100.0,
-    "rope_scaling": {
-        "type": "longrope",
-        "factor": 4.0,
-        "short_factor": [1.0, 1.5, 3.0, 4.0],
-        "long_factor": [1.0, 2.0, 9.0, 9.0],
-        "original_max_position_embeddings": 128,
-    },
-}
 # The older config form, with rope_theta beside rope_scaling, and the newer, rope_parameters, are both among them.
 CASES = {
     "llama-mha": without(LLAMA, "head_dim", "num_key_value_heads", "rope_theta"),

@@ -181,7 +181,7 @@ def test_a_field_that_would_change_logits_is_refused(said):
 
 def test_a_config_whose_sizes_do_not_fit_its_latents_is_refused():
     config = ModelConfig(num_kv_heads=1, head_dim=32, latent=LatentSpec(24, 8, 8, 10)).validate()
-    with pytest.raises(ConfigError, match="num_kv_heads is 2, latents have 1; head_dim is 30, latents have 32"):
+    with pytest.raises(ConfigError, match="num_kv_heads 2 and head_dim 30 must be 1 and 32 with latents"):
         dataclasses.replace(config, num_kv_heads=2, head_dim=30).validate()
     with pytest.raises(ConfigError, match="latent rank is 23, must be even"):
         dataclasses.replace(config, latent=LatentSpec(23, 8, 8, 10)).validate()
