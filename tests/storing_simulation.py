@@ -394,23 +394,3 @@ class StoringSimulation(SavingSessions):
         waits = bool((rows.evict_at[:, row] <= done).any())
         cached = counts[done - 1] + 1 if waits else counts[done]
         return list(range(0, covered - done + cached, self.block_size))
-
-
-class SnapshotSimulation(StoringSimulation):
-    """Random simulations of an engine that adds up attention and caches snapshots, with many chats."""
-
-    def draws_eviction(self) -> bool:
-        return True
-
-    def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
-        while not read_eviction(plain(found := super().draw_eviction())).adds_up:  # type: ignore[union-attr]  # never None
-            pass
-        return found
-
-    def draw_storage(self) -> None:
-        super().draw_storage()
-        self.settings |= {"caching": True, "host_slots": self.rng.choice([0, 0, 8])}
-        self.settings["num_blocks"] += self.rng.choice([0, 20])
-
-    def add(self) -> None:
-        (self.next_turn if self.rng.random() < 0.5 else super().add)()

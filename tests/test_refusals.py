@@ -9,6 +9,7 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core import refusals
 from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.layer_spec import LatentSpec
 from ksana_jax.core.refusals import REFUSALS
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.loading.export import export_hf
@@ -24,6 +25,8 @@ SOME = {
     refusals.WHOLE_BLOCKS: {"kv_cache_dtype": "kivi4"},
     "kv_full_precision_layers": {"kv_full_precision_layers": [0]},
     refusals.ABSOLUTE: {"kv_eviction": {"method": "knorm", "budget": 20}},
+    refusals.LATENTS: {"latent": LatentSpec(8, 4, 4, 4), "num_kv_heads": 1, "head_dim": 12},
+    refusals.READS_OUTPUTS: {"kv_eviction": {"method": "criticalkv", "budget": 20}},
     refusals.ALIBI: {"alibi": (0.5, 0.25, 0.125, 0.0625)},
     refusals.SHARED_KV: {"kv_layers": (0, 0)},
     refusals.OTHER_PATTERN: {"pattern": [{"window": 8}, "full"]},
@@ -83,7 +86,7 @@ def test_listed_settings_are_refused_together(refusal, drafter):
     with pytest.raises(ValueError, match=re.escape(refusal.reason)) as caught:
         if names <= OF_REQUESTS:
             SamplingParams(**given)
-        elif of_model := given.keys() & {"alibi", "kv_layers"}:
+        elif of_model := given.keys() & {"alibi", "kv_layers", *SOME[refusals.LATENTS]}:
             config, params = model()
             config = dataclasses.replace(config, **{name: given.pop(name) for name in of_model})
             LLM.from_params(config, params, **SMALL, **given)

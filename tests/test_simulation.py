@@ -25,6 +25,7 @@ from tests.random_simulations import simulate
 from tests.sealing_simulation import SealingSimulation
 from tests.selecting_simulation import SelectingExecutor, SelectingSimulation
 from tests.simulation import Simulation
+from tests.snapshot_simulation import SnapshotSimulation
 from tests.speculating_simulation import (
     DraftModelSelectingSimulation,
     DraftModelSimulation,
@@ -33,7 +34,7 @@ from tests.speculating_simulation import (
     SpeculatingSimulation,
     SpeculatingStoringSimulation,
 )
-from tests.storing_simulation import SnapshotSimulation, StoringSimulation
+from tests.storing_simulation import StoringSimulation
 
 # Lives that ended badly once.
 SEEDS = (1700, 11290, 12815)

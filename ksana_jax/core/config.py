@@ -18,6 +18,7 @@ from ksana_jax.core.layer_spec import (
     PLAIN_ROPE,
     AttentionSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     NormPlacement,
     NormSpec,
@@ -55,6 +56,7 @@ class ModelConfig:
         position 0; None for no such table. Sequences then have no more than max_position tokens.
       max_position: context length in tokens that the model was trained for.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
+      latent: what the pool stores of a token instead of keys and values, see `layer_spec.LatentSpec`; None for those.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
 
@@ -91,6 +93,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     kv_layers: tuple[int, ...] | None = None
+    latent: LatentSpec | None = None
     kept: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
     def problems(self) -> list[str]:
@@ -118,6 +121,7 @@ class ModelConfig:
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         found += [] if self.experts is None else self.experts.problems()
+        found += [] if self.latent is None else self.latent.problems(self.num_kv_heads, self.head_dim)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)
         if self.kv_layers is not None and not found:
@@ -137,19 +141,20 @@ class ModelConfig:
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """The specification of each layer."""
-        attention = functools.partial(
-            AttentionSpec,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            qkv_bias=self.qkv_bias,
-            out_bias=self.out_bias,
-            qk_norm=self.qk_norm,
-            alibi=self.alibi,
+        same = (
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "soft_cap",
+            "sinks",
+            "qkv_bias",
+            "out_bias",
+            "qk_norm",
+            "alibi",
         )
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, "latent")}
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        attention = functools.partial(AttentionSpec, scale=scale, **given)
         mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers

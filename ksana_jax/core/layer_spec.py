@@ -82,6 +82,48 @@ PLAIN_ROPE, NO_ROPE = RopeConfig(), RopeConfig("none")
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentSpec:
+    """Specifies multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): a token's keys and values in
+    all heads are products of one vector, its latent.
+
+    The pool stores one vector of head_dim = rank + rotated numbers per token, key and value at once. A head's key is
+    its matrix UK times the latent, followed by the rotated numbers, which all heads share; its value is UV times the
+    latent. Queries are multiplied by UK instead, and attention's results by UV.
+
+    rank: numbers of the latent, which has a norm of its own. rotated: numbers next to it that depend on the position.
+    plain: numbers of a head's query that are not rotated; `rotated` more are. value: numbers of a head's value.
+    query_rank: numbers of the vector that queries are products of; None if they are products of hidden states.
+    interleaved: True if the rotation pairs 2 i with 2 i + 1 of the rotated numbers, not i with i + rotated / 2.
+    eps: of the norms of latents and of that vector, whatever the model's `norm_eps` is.
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int | None = None
+    interleaved: bool = True
+    eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a token in the pool."""
+        return self.rank + self.rotated
+
+    def problems(self, num_kv_heads: int, head_dim: int) -> list[str]:
+        """Returns the problems of these numbers, and of the model's, one sentence each."""
+        sizes = ("rank", "rotated", "plain", "value")
+        found = [checks.integer(f"latent {name}", getattr(self, name)) for name in sizes]
+        found += [checks.integer("latent query_rank", self.query_rank, optional=True)]
+        for name in ("rank", "rotated"):
+            value = getattr(self, name)
+            found += [f"latent {name} is {value}, must be even"] * (isinstance(value, int) and value % 2)
+        if (num_kv_heads, head_dim) != (1, self.head_dim):
+            found += [f"num_kv_heads {num_kv_heads} and head_dim {head_dim} must be 1 and {self.head_dim} with latents"]
+        return [*filter(None, found)]
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Specifies the attention of one layer.
 
@@ -97,6 +139,7 @@ class AttentionSpec:
       the query) added after the scale (arXiv:2108.12409); None for no such bias.
     own_kv: False for a layer that computes queries only, and attends to the keys and values of an earlier layer, see
       `ModelConfig.kv_layers`.
+    latent: how keys and values follow from a latent; None if they are products of hidden states.
     """
 
     num_heads: int
@@ -112,6 +155,7 @@ class AttentionSpec:
     qk_norm: QKNorm | None
     alibi: tuple[float, ...] | None = None
     own_kv: bool = True
+    latent: LatentSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +164,13 @@ class ExpertsSpec:
 
     num_experts: of the layer. num_chosen: of them for each token.
     normalised: the weights of a token's experts add up to 1: their softmax is over the chosen ones, not over all.
-    shared_d_ff: width of an MLP that each token passes through as well, times the sigmoid of a product; 0 for none.
+    shared_d_ff: width of an MLP that each token passes through as well; 0 for none. shared_gate: its result is
+      multiplied by the sigmoid of a product.
+    scoring: what turns the router's products into weights. choice_bias: numbers that are added to them for the choice
+      alone (arXiv:2408.15664).
+    num_groups: of experts, of which only the best groups_chosen are chosen from; a group is as good as the sum of its
+      groups_by best experts.
+    factor: of the weights.
     sigmoid_factor, limit: of clamped experts, see `models.experts.clamped`; None for no limit.
     plain_layers: layers of the model, counted from 0, with an MLP of kind `plain_mlp` and width `plain_d_ff` instead.
     """
@@ -134,6 +184,13 @@ class ExpertsSpec:
     plain_layers: tuple[int, ...] = ()
     plain_mlp: str = "swiglu"
     plain_d_ff: int = 0
+    shared_gate: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    choice_bias: bool = False
+    num_groups: int = 1
+    groups_chosen: int = 1
+    groups_by: int = 1
+    factor: float = 1.0
 
     def problems(self) -> list[str]:
         """Returns the problems of these numbers, one sentence each."""
@@ -142,9 +199,19 @@ class ExpertsSpec:
         found += (checks.integer("plain_d_ff", self.plain_d_ff, 1 if self.plain_layers else 0),)
         found += (checks.number("sigmoid_factor", self.sigmoid_factor, above=0),)
         found += (checks.number("limit", self.limit, above=0, optional=True),)
+        found += (checks.number("factor", self.factor, above=0),)
+        found += tuple(checks.integer(name, getattr(self, name)) for name in ("num_groups", "groups_chosen"))
         problems = [*filter(None, found)]
-        if not problems and self.num_chosen > self.num_experts:
-            problems.append(f"num_chosen {self.num_chosen} is above num_experts {self.num_experts}")
+        if problems:
+            return problems
+        if self.num_experts % self.num_groups:
+            problems.append(f"num_experts {self.num_experts} is not a multiple of num_groups {self.num_groups}")
+        elif self.groups_chosen > self.num_groups:
+            problems.append(f"groups_chosen {self.groups_chosen} is above num_groups {self.num_groups}")
+        elif self.groups_by > self.num_experts // self.num_groups:
+            problems.append(f"{self.num_groups} groups of {self.num_experts} experts have fewer than {self.groups_by}")
+        elif self.num_chosen > (most := self.num_experts // self.num_groups * self.groups_chosen):
+            problems.append(f"num_chosen {self.num_chosen} is above num_experts {most}")
         return problems
 
 

@@ -46,6 +46,7 @@ UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
 BY_HEAD = "patterns that differ between the kv heads of a layer"
 SHARED_KV, OTHER_PATTERN = "layers that read another layer's keys and values", "another pattern than that layer's"
+LATENTS, READS_OUTPUTS = "a model with latents", "kv_eviction that reads the output matrix of each head"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
 BRANCHES = "speculative_config with branches"
 COMPARES = 'speculative_config with another acceptance than "sampled"'
@@ -78,6 +79,8 @@ REFUSALS = (
     Refusal(BY_HEAD, "kv_full_precision_layers", "blocks hold heads of different layers"),
     Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
+    Refusal(LATENTS, WHOLE_BLOCKS, "it encodes keys and values apart, and latents are both"),
+    Refusal(LATENTS, READS_OUTPUTS, "that matrix multiplies values, which heads compute from latents"),
     Refusal(SHARED_KV, OTHER_PATTERN, "a block keeps the tokens to which the layer that writes it attends"),
     Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),
     Refusal(INVARIANT, "kv_eviction", "attention is added up over the tokens of a step"),

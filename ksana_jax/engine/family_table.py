@@ -44,7 +44,7 @@ def row(family: Family) -> tuple[str, ...]:
         _positions(config),
         ", ".join([config.norm_placement, config.norm, *["windows"] * (windows != {None})]),
         config.mlp,
-        "yes" if row_by_row and config.alibi is None else "no",
+        "yes" if row_by_row and config.alibi is None and config.latent is None else "no",
         f"`{gguf}`" if (gguf := (own | SHARED).get(family.model_type)) else "no",
     )
 
@@ -54,9 +54,9 @@ def _positions(config: ModelConfig) -> str:
     kinds = ["ALiBi"] * (config.alibi is not None) + ["table"] * (config.position_offset is not None)
     if rotated := [rope for rope in ropes if rope.kind != "none"]:
         part = rotated[0].partial_rotary_factor
-        kinds.append("rope" if part == 1 else f"rope of {part:g} of a head")
+        kinds.append("rope" if part == 1 or config.latent is not None else f"rope of {part:g} of a head")
         kinds += ["none in some layers"] * (len(rotated) < len(ropes))
-    return ", ".join(kinds)
+    return ", ".join([*kinds, *["latents"] * (config.latent is not None)])
 
 
 def table() -> str:

@@ -217,6 +217,11 @@ class KVLayout:
         return found
 
     @property
+    def num_sides(self) -> int:
+        """X, of keys and values: 2, or 1 if they are the same vectors."""
+        return 2 if self.sealed else self.leaf("kv").shape[KV_HEADS - 1]
+
+    @property
     def num_kv_heads(self) -> int:
         """K, of all leaves."""
         return self.leaf("kv").shape[KV_HEADS]

@@ -50,19 +50,22 @@ def layout_of(
     shared_kv.check_patterns(sources, seen)
     # A place has all heads of a layer, or a single one.
     model = dataclasses.replace(model, num_kv_heads=model.num_kv_heads * model.num_layers // len(seen))
+    used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
+    used |= {refusals.LATENTS: model.latent is not None}
+    if eviction is not None and eviction.reads_outputs:
+        refusals.check(used | {refusals.READS_OUTPUTS: f"kv_eviction {type(eviction).__name__}"})
     if (sealing := find_sealing(dtype)) is not None:
         name = f"kv_cache_dtype {codec_name(dtype)}"
-        used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
         refusals.check(used | {refusals.WHOLE_BLOCKS: name})
         return _sealed(model, seen, sources, sealing, dtype, exact_dtype, block_size)
     assert isinstance(dtype, str)
     layers = sorted(set(sources))
     groups = group_layers(seen, None if eviction is None else _shares(eviction, seen, layers), layers)
-    num_layers, heads = len(groups[0].layers), model.num_kv_heads
+    num_layers, heads, sides = len(groups[0].layers), model.num_kv_heads, 2 if model.latent is None else 1
     leaves = [
         Leaf(
             name,
-            (num_layers, 2, heads, block_size, *of_vector),
+            (num_layers, sides, heads, block_size, *of_vector),
             BITS[stored] if stored in BITS and stored in as_bits else stored,
         )
         for name, (of_vector, stored) in find_codec(dtype).arrays(model.head_dim).items()

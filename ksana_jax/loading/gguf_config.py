@@ -29,9 +29,10 @@ ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma", "ge
 ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4", "phi3")}
 ARCHITECTURES |= {"gptneox": "gpt_neox", "falcon": "falcon", "mpt": "mpt", "gpt2": "gpt2", "stablelm": "stablelm"}
 ARCHITECTURES |= {"command-r": "cohere", "cohere2": "cohere2", "gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}
-ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
+ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "deepseek2": "deepseek_v2"}
 # Architectures whose names converters also give models of another family.
 SHARED = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+SHARED |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2")
 # Families by architecture with experts. A llama has experts if it has their number.
 EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 EXPERTS |= {"gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}
@@ -196,6 +197,15 @@ class _Keys:
             elif key not in self.keys:
                 self.problem(key, "every model has it")
         self.check()  # the code below computes with them
+        latents: dict[str, Any] = {}
+        if self.architecture in gguf_families.LATENTS:
+            try:
+                latents = gguf_families.latents(self.keys, fields, self.file.tensors)
+                latents["rope_scaling"] = gguf_families.with_mscale(
+                    self.rope()["rope_scaling"], self.keys.pop("rope.scaling.yarn_log_multiplier", 0)
+                )
+            except ConfigError as error:
+                raise ConfigError(f"{self.file.path}: {error}") from None
         fields |= self.shapes(fields)
         fields |= self.rope() | self.attention(fields) | self.special_ids(fields) | self.experts()
         if self.architecture in gguf_families.OWN:
@@ -203,9 +213,11 @@ class _Keys:
         if self.architecture.startswith("granite"):
             fields |= {"attention_multiplier": fields["head_dim"] ** -0.5}
             fields |= {name: self.keys.pop(key) for key, name in SCALES.items() if key in self.keys}
+        if latents:
+            del fields["head_dim"]
         self.refuse_others()
         self.check()
-        return fields
+        return fields | latents
 
     def check(self) -> None:
         if self.problems:

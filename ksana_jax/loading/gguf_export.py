@@ -34,7 +34,7 @@ from ksana_jax.loading.gguf_config import (
     WINDOW,
     gguf_config,
 )
-from ksana_jax.loading.gguf_families import LAYER_NORMS, OWN
+from ksana_jax.loading.gguf_families import LATENTS, LAYER_NORMS, OWN
 from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
     ROPE_FACTORS,
@@ -137,13 +137,17 @@ def _values(stored: list[Any], shape: tuple[int, ...], num_heads: int | None, pl
     return values + np.float32(1) if plus_one else values
 
 
+# Architectures that are read and not written.
+WITHOUT = (*OWN, *LAYER_NORMS, *LATENTS, "granitemoe")
+
+
 def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Returns the architecture and the keys of a config.
 
     Raises:
       ConfigError: GGUF has no name for its family here.
     """
-    names = {family: name for name, family in ARCHITECTURES.items() if name not in (*OWN, *LAYER_NORMS, "granitemoe")}
+    names = {family: name for name, family in ARCHITECTURES.items() if name not in WITHOUT}
     names |= {"mistral": "llama", "mixtral": "llama"}
     if config.family not in names:
         raise ConfigError(f"GGUF files have no architecture here for {config.family}; supported: {', '.join(names)}")

@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+import numpy as np
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.models.families import FAMILIES
 
 EPS = "attention.layer_norm_epsilon"
 LAYER_NORMS = ("gptneox", "falcon", "mpt", "gpt2", "stablelm", "command-r", "cohere2")
+LATENTS = ("deepseek2",)
 # In these, configs of Hugging Face have other names for usual fields.
 OWN_NAMES = ("gpt_neox", "falcon", "mpt", "gpt2", "stablelm", "cohere", "cohere2")
 # That the functions below take out.
 KEYS = ("use_parallel_residual", "attention.max_alibi_bias", "attention.clamp_kqv", "logit_scale")
+_KEY, _VALUE, _KV_HEADS = "attention.key_length", "attention.value_length", "attention.head_count_kv"
 QKV_BIAS = "blk.0.attn_qkv.bias"
 Values = dict[str, Any]
 
@@ -77,6 +83,59 @@ def _gpt_oss(fields: Values, keys: Values, tensors: Container[str]) -> Values:
         return found | {"rope_scaling": fields["rope_scaling"] | {"truncate": False}}
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
     return found | {"rope_parameters": rope}
+
+
+def latents(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
+    """Returns the fields of a model with latents and takes its keys out; a problem is a value that families refuse.
+
+    Files have heads as attention to latents has them, and next to them widths of heads by definition.
+    """
+
+    def taken(key: str, default: Any = None) -> Any:
+        value = keys.pop(key, default)
+        if isinstance(value, (str, list, np.ndarray)):
+            raise ConfigError(f"{key} is {value!r:.60}; supported: a number")
+        return value
+
+    rank, rotated, value = taken("attention.kv_lora_rank"), taken("rope.dimension_count"), taken(f"{_VALUE}_mla")
+    width = taken(f"{_KEY}_mla")
+    of_heads = taken(_KEY), taken(_VALUE), taken(_KV_HEADS)
+    if None in (rank, rotated, value, width) or of_heads != (rank + rotated, rank, 1):
+        raise ConfigError(
+            f"heads are not of latents: older converters of llama.cpp wrote them expanded ({_KEY}_mla is {width}, "
+            f"{_KEY}, {_VALUE} and {_KV_HEADS} are {of_heads}); convert the model again"
+        )
+    found: Values = {"model_type": "youtu", "num_key_value_heads": fields["num_attention_heads"]}
+    found |= {"kv_lora_rank": int(rank), "qk_rope_head_dim": int(rotated), "v_head_dim": int(value)}
+    found |= {"qk_nope_head_dim": int(width) - int(rotated), "q_lora_rank": taken("attention.q_lora_rank")}
+    names = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok"}
+    names |= {"expert_shared_count": "n_shared_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+    experts = {name: taken(key) for key, name in names.items()}
+    experts |= {"first_k_dense_replace": taken("leading_dense_block_count", 0)}
+    experts |= {"routed_scaling_factor": taken("expert_weights_scale", 1.0)}
+    experts |= {"norm_topk_prob": bool(taken("expert_weights_norm", False))}
+    groups = {"n_group": taken("expert_group_count", 1), "topk_group": taken("expert_group_used_count", 1)}
+    gating = taken("expert_gating_func", 2 if any(name.endswith("exp_probs_b.bias") for name in tensors) else 1)
+    if not experts["n_routed_experts"]:
+        return found
+    if gating not in (1, 2):
+        raise ConfigError(f"expert_gating_func is {gating}; supported: 1 (softmax), 2 (sigmoid)")
+    kind = "deepseek_v2" if gating == 1 else "deepseek_v3"
+    method = {"topk_method": "greedy" if groups["n_group"] == 1 else "group_limited_greedy"} if gating == 1 else {}
+    return found | {"model_type": kind} | experts | groups | method
+
+
+def with_mscale(scaling: Values, multiplier: Any) -> Values:
+    """Returns a rope's scaling with YaRN's factor of scores.
+
+    Converters to deepseek2 write a tenth of `mscale_all_dim`, those of other architectures the number itself.
+    """
+    if not multiplier:
+        return scaling
+    if problem := checks.number("rope.scaling.yarn_log_multiplier", multiplier, above=0, high=0.2):
+        raise ConfigError(f"{problem}: a tenth of mscale_all_dim")
+    mscale = round(10 * float(multiplier), 6)
+    return scaling | {"mscale": mscale, "mscale_all_dim": mscale}
 
 
 # (config fields so far, keys without the architecture, names of tensors) -> further fields; known keys are taken out.

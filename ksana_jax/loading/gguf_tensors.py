@@ -59,6 +59,18 @@ LAYER_NAMES = {
 }
 # Names of the MLP that each token passes through, where there are experts as well.
 SHARED_NAMES = {f"w_{part}": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")}
+# Names around attention to latents.
+LATENT_NAMES = {
+    "w_q_plain": "attn_q.weight",
+    "w_q_a": "attn_q_a.weight",
+    "q_a_norm": "attn_q_a_norm.weight",
+    "w_q_b": "attn_q_b.weight",
+    "w_kv_a": "attn_kv_a_mqa.weight",
+    "kv_a_norm": "attn_kv_a_norm.weight",
+    "w_uk": "attn_k_b.weight",
+    "w_uv": "attn_v_b.weight",
+    "choice_bias": "exp_probs_b.bias",
+}
 # Names that families have instead of these.
 FALCON_PARALLEL = {"attn_norm": "attn_norm_2.weight", "mlp_norm": "attn_norm.weight"}
 GPT_OSS_NAMES = {"mlp_norm": "post_attention_norm.weight", "sink_logits": "attn_sinks.weight"}
@@ -153,6 +165,25 @@ class GGUFTensor(StoredTensor):
         return data.reshape(stop - first, row_bytes)
 
 
+@dataclasses.dataclass(frozen=True)
+class TransposedHeads(StoredTensor):
+    """A stack of a matrix [columns, rows] for each head, as one matrix [heads * rows, columns]."""
+
+    stack: StoredTensor
+    dtypes = GGUFTensor.dtypes
+
+    @property
+    def value_bytes(self) -> int:
+        return self.stack.value_bytes
+
+    def read(self, rows: slice, columns: slice) -> np.ndarray:
+        size = self.stack.shape[2]
+        first, stop, _ = rows.indices(self.shape[0])
+        head = first // size
+        found = self.stack.read(slice(head, -(-stop // size)), slice(None)).swapaxes(1, 2)
+        return found.reshape(-1, found.shape[2])[first - head * size : stop - head * size, columns]
+
+
 def _stored_rows(rows: np.ndarray, size: int) -> np.ndarray:
     """Returns where a converted Llama stores rows of heads of `size` rows: i of the first half is row 2 i of the head,
     i of the second half row 2 i + 1."""
@@ -184,7 +215,8 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
         return LAYER_NAMES | GPT_OSS_NAMES
     if config.family == "falcon" and config.norm_placement == "parallel":
         return LAYER_NAMES | FALCON_PARALLEL
-    return LAYER_NAMES | (SHARED_NAMES if config.experts is not None else {})
+    latents = LATENT_NAMES if "w_kv_a" in FAMILIES[config.family].layer_names else {}
+    return LAYER_NAMES | latents | (SHARED_NAMES if config.experts is not None else {})
 
 
 def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
@@ -205,15 +237,18 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTe
     of_layer |= {name: field for name, field in FUSED.items() if isinstance(family.layer_names.get(field), View)}
     for names in (top, of_layer):  # norms may have biases
         names |= {f"{name[:-6]}bias": field for name, field in list(names.items()) if field.endswith("norm")}
+    plain_layers = config.experts.plain_layers if config.experts else ()
+    of_plain = of_layer | {LAYER_NAMES[field]: field for field in SHARED_NAMES}
     for name, info in file.tensors.items():
         if name == ROPE_FACTORS or (architecture == "phi3" and name in LONGROPE.values()):
             continue
         layer = _OF_LAYER.fullmatch(name)
         layer = layer if layer and int(layer[1]) < config.num_layers else None  # or the name is not part of the config
-        field = of_layer.get(layer[2], "") if layer else top.get(name, "")
+        of_this = of_plain if layer and int(layer[1]) in plain_layers else of_layer
+        field = of_this.get(layer[2], "") if layer else top.get(name, "")
         of_field: Name = name
         if layer and field in family.layer_names:
-            of_field = family.name(field, int(layer[1]), config.norm_placement)
+            of_field = family.name(field, int(layer[1]), config.norm_placement, int(layer[1]) in plain_layers)
             if isinstance(of_field, View) and (of_field.groups or of_field.transposed or field.endswith("_experts")):
                 parts = in_parts.setdefault(of_field.tensor, (of_field, {}))[1]
                 parts |= _of_fields(of_field, info, field, layer[2] in FUSED, config)
@@ -240,6 +275,12 @@ def _of_fields(
     view: View, info: TensorInfo, field: str, is_fused: bool, config: ModelConfig
 ) -> dict[str, Sequence[StoredTensor]]:
     """Returns the weights that a tensor has, each with its rows in order, by field: all of a view, or one."""
+    if field in ("w_uk", "w_uv") and len(info.shape) == 3:
+        heads, first, second = info.shape
+        if field == "w_uv":
+            return {field: [as_stored(dataclasses.replace(info, shape=(heads * first, second)))]}
+        shape = heads * second, first
+        return {field: [TransposedHeads(info.path, info.name, info.type.name, shape, as_stored(info))]}
     sizes = [config.head_dim * count for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
     whole, ends = as_stored(info), np.cumsum(sizes)
     if not is_fused or info.shape[0] != ends[-1]:  # whose shape is then refused

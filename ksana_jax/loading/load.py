@@ -37,7 +37,16 @@ from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.views import sources_of
 from ksana_jax.models.block_matrix import BlockMatrix
 from ksana_jax.models.families import FAMILIES
-from ksana_jax.models.params import Params, check_quantises, init_params, is_shape, num_params, param_shapes, quantised
+from ksana_jax.models.params import (
+    Params,
+    check_quantises,
+    dtype_of,
+    init_params,
+    is_shape,
+    num_params,
+    param_shapes,
+    quantised,
+)
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share
 from ksana_jax.sharding.specs import field_of
@@ -230,7 +239,8 @@ def abstract_params(config: ModelConfig, dtype: str = "f32", quantization: str |
 
     def of(path: Any, shape: tuple[int, ...]) -> Any:
         stored = kept.get(jax.tree_util.keystr(path))
-        return BlockMatrix.shapes(shape, stored, kind) if stored else jax.ShapeDtypeStruct(shape, kind)
+        of_numbers = dtype_of(field_of(path), kind)
+        return BlockMatrix.shapes(shape, stored, kind) if stored else jax.ShapeDtypeStruct(shape, of_numbers)
 
     params = jax.tree_util.tree_map_with_path(of, param_shapes(config), is_leaf=is_shape)
     return jax.eval_shape(functools.partial(quantised, quantization=quantization), params)
@@ -258,7 +268,7 @@ def read_params(
     leaves: list[Any] = []
     for index, (source_of, (path, shape)) in enumerate(zip(sources_of(config), shapes, strict=True)):
         reads = read_kept if jax.tree_util.keystr(path) in kept else read_weight
-        read = functools.partial(reads, source_of.of(found), shape, dtype)
+        read = functools.partial(reads, source_of.of(found), shape, dtype_of(field_of(path), dtype))
         if index == 0 and embedding_device == "host":  # the embedding is the first
             leaves.append(read())
         else:

@@ -37,7 +37,8 @@ def experts(function: Callable[[jax.Array], jax.Array], hidden: Hidden | None = 
 
     def apply(x, p, linear, spec, real=None, grouped=None):
         rows = x.reshape(-1, x.shape[-1])
-        chosen, weights = route(linear(rows, p.w_router, p.b_router, dtype=jnp.float32), spec.experts)
+        scores = linear(rows, p.w_router, p.b_router, dtype=jnp.float32)
+        chosen, weights = route(scores, spec.experts, p.choice_bias)
         if real is not None:
             chosen = jnp.where(real.reshape(-1, 1), chosen, spec.experts.num_experts)
 
@@ -56,7 +57,8 @@ def experts(function: Callable[[jax.Array], jax.Array], hidden: Hidden | None = 
         out = summed(weights[..., None] * found).astype(x.dtype).reshape(x.shape)
         if not spec.experts.shared_d_ff:
             return out
-        return out + jax.nn.sigmoid(linear(x, p.w_shared_gate)) * shared.apply(x, p, linear, spec)
+        of_all = shared.apply(x, p, linear, spec)
+        return out + (jax.nn.sigmoid(linear(x, p.w_shared_gate)) * of_all if spec.experts.shared_gate else of_all)
 
     return MLP(shapes, apply, takes_joined=True, **STATED, routes=True)
 
@@ -81,21 +83,46 @@ def shapes(d_model: int, spec: MLPSpec) -> dict[str, tuple[int, ...]]:
     found = {"w_router": (e, d), "w_gate_experts": (e, f, d), "w_up_experts": (e, f, d), "w_down_experts": (e, d, f)}
     if spec.bias:
         found |= {"b_router": (e,), "b_gate_experts": (e, f), "b_up_experts": (e, f), "b_down_experts": (e, d)}
+    if spec.experts.choice_bias:
+        found |= {"choice_bias": (e,)}
     if not spec.experts.shared_d_ff:
         return found
-    return found | gated_shapes(d, MLPSpec(spec.kind, spec.experts.shared_d_ff, False)) | {"w_shared_gate": (1, d)}
+    found |= gated_shapes(d, MLPSpec(spec.kind, spec.experts.shared_d_ff, False))
+    return found | ({"w_shared_gate": (1, d)} if spec.experts.shared_gate else {})
 
 
-def route(scores: jax.Array, spec: ExpertsSpec) -> tuple[jax.Array, jax.Array]:
+def route(scores: jax.Array, spec: ExpertsSpec, bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Chooses experts by scores [T, E], the first of equal ones.
+
+    Args:
+      bias: [E], see `ExpertsSpec.choice_bias`.
 
     Returns:
       The experts of each token [T, k], best first, and their weights [T, k], float32.
     """
+    if spec.scoring == "sigmoid" or spec.num_groups > 1 or spec.factor != 1:
+        return _route_in_groups(scores, spec, bias)
     best, chosen = jax.lax.top_k(scores, spec.num_chosen)
     powers = jnp.exp(best - best[:, :1])
     total = powers if spec.normalised else jnp.exp(scores - best[:, :1])
     return chosen, powers / summed(total)[:, None]
+
+
+def _route_in_groups(scores: jax.Array, spec: ExpertsSpec, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Chooses as `route` does, from the best groups (arXiv:2412.19437, section 2.1.2)."""
+    weights = jax.nn.sigmoid(scores) if spec.scoring == "sigmoid" else jax.nn.softmax(scores, axis=-1)
+    choice = weights if bias is None else weights + bias
+    if spec.num_groups > 1:
+        groups = choice.reshape(len(scores), spec.num_groups, -1)
+        quality = jax.lax.top_k(groups, spec.groups_by)[0].sum(axis=-1)
+        best = jax.lax.top_k(quality, spec.groups_chosen)[1]
+        is_best = (best[..., None] == jnp.arange(spec.num_groups)).any(axis=1)
+        choice = jnp.where(is_best[..., None], groups, -jnp.inf).reshape(scores.shape)
+    chosen = jax.lax.top_k(choice, spec.num_chosen)[1]
+    weights = jnp.take_along_axis(weights, chosen, axis=-1)
+    if spec.normalised:
+        weights /= summed(weights)[:, None] + 1e-20
+    return chosen, weights * spec.factor
 
 
 def summed(x: jax.Array) -> jax.Array:

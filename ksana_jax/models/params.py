@@ -15,7 +15,7 @@ import numpy as np
 from flax.struct import field
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import NORM_PLACEMENTS, AttentionSpec
+from ksana_jax.core.layer_spec import NORM_PLACEMENTS, AttentionSpec, LatentSpec
 from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
@@ -29,6 +29,8 @@ DRAWN_AT_ONCE = 2**16
 OF_KEYS_AND_VALUES = ("w_k", "b_k", "k_norm", "k_proj_norm", "w_v", "b_v")
 # Few rows, whose products decide what is computed: they keep their bits.
 ROUTER = {KEY: Weight("whole", "normal", quantises=False)}
+# Multiplied head by head, not through `linear`.
+OF_LATENTS = {KEY: Weight("rows", "normal", quantises=False)}
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -40,7 +42,7 @@ class LayerParams:
     """
 
     attn_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
-    w_q: jax.Array = field(metadata=matrix("rows", joins="w_qkv"))  # [N*H, D]
+    w_q: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_qkv"))  # [N*H, D]
     w_k: jax.Array | None = field(default=None, metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
     w_v: jax.Array | None = field(default=None, metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
     w_o: jax.Array = field(metadata=matrix("columns", starts="residual"))  # [D, N*H]
@@ -77,6 +79,16 @@ class LayerParams:
     b_gate_experts: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", stacked=True))  # [E, F]
     b_up_experts: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", stacked=True))  # [E, F]
     b_down_experts: jax.Array | None = field(default=None, metadata=vector("once", "zeros", stacked=True))  # [E, D]
+    choice_bias: jax.Array | None = field(default=None, metadata=vector("whole", "zeros", float32=True))  # [E]
+    # Models with latents, see `LatentSpec`, have w_q_plain, or w_q_a and w_q_b, instead of w_q.
+    w_q_plain: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [N*(plain + rotated), D]
+    w_q_a: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [query_rank, D]
+    q_a_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [query_rank]
+    w_q_b: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [N*(plain + rotated), query_rank]
+    w_kv_a: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [rank + rotated, D]
+    kv_a_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [rank]
+    w_uk: jax.Array | None = field(default=None, metadata=OF_LATENTS)  # [N*plain, rank]
+    w_uv: jax.Array | None = field(default=None, metadata=OF_LATENTS)  # [N*value, rank]
 
 
 @flax.struct.dataclass
@@ -120,6 +132,12 @@ def stated(name: str, setting: str) -> Weight:
     return weight
 
 
+def dtype_of(name: str, dtype: Any) -> Any:
+    """Returns the dtype of a field's weight in an engine with a dtype."""
+    weight = weight_fields()[name]
+    return jnp.dtype("float32") if weight is not None and weight.float32 else dtype
+
+
 def weights_of(params: LayerParams | Params) -> dict[str, Any]:
     """Returns the weights that are present, of one layer or outside all layers, by field."""
     names = [f.name for f in dataclasses.fields(params) if f.name != "layers"]
@@ -130,6 +148,8 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
     """Returns the shapes of a layer's query, key, value and output projections, by field of LayerParams; of queries
     and output alone where it reads another layer's keys and values."""
     h, d = spec.head_dim, d_model
+    if (latent := spec.latent) is not None:
+        return latent_shapes(d, spec.num_heads, latent)
     n, k = spec.num_heads * h, spec.num_kv_heads * h
     shapes = {"w_q": (n, d), "w_k": (k, d), "w_v": (k, d), "w_o": (d, n)}
     if spec.qkv_bias:
@@ -143,6 +163,18 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
     if spec.sinks == "learned":
         shapes |= {"sink_logits": (spec.num_heads,)}
     return shapes if spec.own_kv else {name: x for name, x in shapes.items() if name not in OF_KEYS_AND_VALUES}
+
+
+def latent_shapes(d_model: int, num_heads: int, latent: LatentSpec) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the matrices and norms around a layer's attention to latents, by field of LayerParams."""
+    d, r, of_queries = d_model, latent.rank, num_heads * (latent.plain + latent.rotated)
+    shapes: dict[str, tuple[int, ...]] = {"w_kv_a": (latent.head_dim, d), "kv_a_norm": (r,)}
+    shapes |= {"w_uk": (num_heads * latent.plain, r), "w_uv": (num_heads * latent.value, r)}
+    shapes |= {"w_o": (d, num_heads * latent.value)}
+    if latent.query_rank is None:
+        return shapes | {"w_q_plain": (of_queries, d)}
+    q = latent.query_rank
+    return shapes | {"w_q_a": (q, d), "q_a_norm": (q,), "w_q_b": (of_queries, q)}
 
 
 def param_shapes(config: ModelConfig) -> Params:
@@ -275,7 +307,7 @@ def init_params(
             leaf = jnp.full(shape, norm_kind(config.norm).identity, dtype)
             leaf = leaf if leaf.ndim == 1 else leaf.at[1].set(0)  # the bias of a norm
         elif starts == "zeros":
-            leaf = jnp.zeros(shape, dtype)
+            leaf = jnp.zeros(shape, dtype_of(name, dtype))
         else:
             scale = std / (2 * config.num_layers) ** 0.5 if starts == "residual" else std
             leaf = _draw(jax.random.fold_in(key, index - 1), scale, shape=shape, dtype=dtype)

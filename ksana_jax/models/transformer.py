@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import AttentionSpec, LayerSpec
+from ksana_jax.models.latents import project, values
 from ksana_jax.models.layers import Linear, linear, soft_capped
 from ksana_jax.models.operators import XLA_OPERATORS, Operators
 from ksana_jax.models.params import LayerParams, Params
@@ -82,8 +83,10 @@ def run_layers(
     following = (*ps[1:], None)
     for index, (p, after, spec) in enumerate(zip(ps, following, specs, strict=True)):
         with jax.named_scope(f"layer{index}"):
-            out, state = attend(index, *operators.queries_keys_values(x, p, spec), state)
-            x = operators.after_attention(x, out, p, spec, after)
+            latent = spec.attention.latent
+            projected = operators.queries_keys_values(x, p, spec) if latent is None else project(x, p, spec, operators)
+            out, state = attend(index, *projected, state)
+            x = operators.after_attention(x, out if latent is None else values(out, p, latent), p, spec, after)
             x = x if after_layer is None else after_layer(index, x)
     return x, state
 

@@ -30,6 +30,7 @@ class Weight(NamedTuple):
     packs: it is read through `linear` alone, so it may be a `PackedMatrix`; a stack, a stack of `PackedBlocks`.
     joins: field in which `models.joined` stacks the matrix with others, and its bias with theirs.
     stacked: it is a stack of such weights [E, ...], one for each expert; devices divide each of them.
+    float32: it is of this type, whatever the engine's dtype is.
     """
 
     divides: Division
@@ -38,6 +39,7 @@ class Weight(NamedTuple):
     packs: bool = False
     joins: str | None = None
     stacked: bool = False
+    float32: bool = False
 
     def local_rows(self, num_rows: int, num_devices: int, num_kv_heads: int) -> int:
         """Returns the number of its rows on each of several devices, unless they are rows of a vocabulary."""
@@ -56,6 +58,6 @@ def of_experts(divides: Division, *, starts: Start = "normal") -> dict[str, Weig
     return {KEY: Weight(divides, starts, quantises=True, packs=True, stacked=True)}
 
 
-def vector(divides: Division, starts: Start, *, stacked: bool = False) -> dict[str, Weight]:
+def vector(divides: Division, starts: Start, *, stacked: bool = False, float32: bool = False) -> dict[str, Weight]:
     """Returns the metadata of a norm, a bias, or logits of heads; or of a stack of biases, one for each expert."""
-    return {KEY: Weight(divides, starts, quantises=False, stacked=stacked)}
+    return {KEY: Weight(divides, starts, quantises=False, stacked=stacked, float32=float32)}

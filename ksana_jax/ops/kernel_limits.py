@@ -24,6 +24,8 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
     """Returns the first unsupported requirement other than codecs, or None."""
     if reason := unread_fields(needs.pattern_fields):
         return reason
+    if needs.sides == 1:
+        return "the pool has latents, which are keys and values at once; the kernels read both apart"
     if needs.alibi:
         return "scores have biases by distance (ALiBi), which the kernels do not add"
     if (method := needs.eviction) is not None:

@@ -1,10 +1,9 @@
 """The paged KV pool on the device. Knows blocks and slots, not their owners.
 
-The leaf "kv" [M, L, 2, K, B, H] holds keys (0) and values (1) of all layers, so that moving a block to another memory
-is one contiguous copy, and the compiled step has one large buffer to donate. Other data of a codec for a vector,
-such as a scale, are a leaf [M, L, 2, K, B, ...]. Leaves are read through flat views [M*L*2*K, B, ...] of the heads on
-this device: gathering whole [B, H] pieces with the heads outermost was 1.4 times faster on CPU than gathering tokens
-(34 against 46 ms for 8 layers, 32 rows of 256 tokens, jax 0.10.2 on two shared cores).
+The leaf "kv" [M, L, X, K, B, H] holds keys (0) and values (1) of all layers, or latents, which are both (X is 1): a
+block moves to another memory in one copy, and a step donates one large buffer. Scales are leaves [M, L, X, K, B, ...].
+Leaves are read through flat views [M*L*X*K, B, ...]: gathering pieces [B, H], heads outermost, was 1.4 times faster on
+CPU than gathering tokens (34 against 46 ms: 8 layers, 32 rows of 256 tokens, jax 0.10.2, two shared cores).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class KVCache:
 
     @property
     def kv(self) -> jax.Array:
-        """Keys and values [M, L, 2, K, B, H], or their codes; packed ones take less than H."""
+        """Keys and values [M, L, X, K, B, H], or their codes; packed ones take less than H."""
         return self.leaves["kv"]
 
     def with_kv(self, kv: jax.Array) -> KVCache:
@@ -58,9 +57,9 @@ class KVCache:
 
     def _rows(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns indices [..., K] into the flat views of the keys and values of blocks [...]."""
-        _, num_layers, _, num_kv_heads, *_ = self.kv.shape
-        keys = ((block_ids * num_layers + layer) * 2 * num_kv_heads)[..., None] + jnp.arange(num_kv_heads)
-        return keys, keys + num_kv_heads
+        _, num_layers, sides, num_kv_heads, *_ = self.kv.shape
+        keys = ((block_ids * num_layers + layer) * sides * num_kv_heads)[..., None] + jnp.arange(num_kv_heads)
+        return keys, keys if sides == 1 else keys + num_kv_heads
 
     def _parts(self) -> tuple[KVCache, KVCache, int]:
         """Returns the pool's layers in full precision, the others, and how many of a group's are the former."""
@@ -78,7 +77,7 @@ class KVCache:
             return KVCache(codes.leaves | {EXACT: exact.kv}, self.codec)
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
         heads, leaves = jnp.arange(self.kv.shape[3]), dict(self.leaves)
-        for index, x in enumerate((k, v)):
+        for index, x in enumerate((k, v)[: self.kv.shape[2]]):
             for name, part in find_codec(self.codec).encode(x, jnp).items():
                 at = leaves[name].at[block_ids[:, None], layer, index, heads, offsets]
                 leaves[name] = at.set(stored(part, leaves[name].dtype), mode="drop")

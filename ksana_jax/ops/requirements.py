@@ -24,6 +24,7 @@ class Requirements(NamedTuple):
     soft_cap: whether scores are capped. sinks: whether heads have sink logits. alibi: whether scores have
       biases by distance.
     eviction: method that evicts tokens; None if there is none.
+    sides: 2 for keys and values, 1 for latents, which are both, see `core.layer_spec.LatentSpec`.
     selects: whether kv heads read blocks of their own, see `kv.selection`.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
       them would compute another pattern than requested.
@@ -45,6 +46,7 @@ class Requirements(NamedTuple):
     eviction: EvictionMethod | None = None
     alibi: bool = False
     selects: bool = False
+    sides: int = 2
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class Requirements(NamedTuple):
             None if layout.eviction is None else layout.eviction.method,
             config.alibi is not None,
             layout.selection is not None,
+            layout.num_sides,
         )
 
 

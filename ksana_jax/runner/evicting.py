@@ -238,9 +238,8 @@ def _hidden(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions, method
 
 def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cached:
     """Returns a method's input. rows: leaves of the rows, by slot."""
-    keys, values = (
-        _decoded(cache, {name: x[:, :, i] for name, x in rows.items() if x.shape[2] == 2}) for i in range(2)
-    )
+    stored = {name: x for name, x in rows.items() if name not in OF_TOKENS}
+    keys, values = (_decoded(cache, {name: x[:, :, side] for name, x in stored.items()}) for side in (0, -1))
     score, text_positions = (rows[name][:, :, 0] if name in rows else None for name in (SCORE, TEXT_POSITION))
     given = None
     if asked.given is not None:

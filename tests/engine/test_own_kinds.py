@@ -53,7 +53,7 @@ def expect_dense(name: str, found: list, quantization: str | None = None) -> Non
     soak_unless(
         lambda case: case[1] is None or case in (("everything", "int8"), ("experts", "w8a8")),
         itertools.product(
-            "everything after scaled own squared parallel shared experts clamped mixed reads".split(),
+            "everything after scaled own squared parallel shared experts clamped mixed reads latent".split(),
             (None, "int8", "w8a8"),
         ),
     ),

@@ -1,19 +1,8 @@
 """The configs of the golden cases; see make_golden.py."""
 
-BASE = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+from base_config import BASE, without
+from latent_configs import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU
+
 LLAMA = BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "head_dim": 16}
 MISTRAL = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "rope_theta": 10000.0}
 MINISTRAL = MISTRAL | {
@@ -50,10 +39,6 @@ QWEN3 = BASE | {
     "head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
-
-
-def without(config, *names):
-    return {key: value for key, value in config.items() if key not in names}
 
 
 GEMMA = without(BASE, "hidden_act") | {
@@ -352,4 +337,17 @@ CASES = {
     | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True, "num_attention_heads": 2},
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},
+    "deepseek_v2-latent-rope-yarn-experts": DEEPSEEK_V2,
+    "deepseek_v2-latent-experts-new": without(DEEPSEEK_V2, "rope_theta", "rope_scaling", "n_group", "topk_group")
+    | {
+        "q_lora_rank": 20,
+        "topk_method": "greedy",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "deepseek_v3-latent-rope-yarn-experts": DEEPSEEK_V3,
+    "deepseek_v3-latent-experts-tied": without(DEEPSEEK_V3, "rope_scaling")
+    | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "youtu-latent-tied": YOUTU,
+    "glm4_moe_lite-latent-experts": GLM4_MOE_LITE,
+    "minicpm3-latent-rope-long-tied": MINICPM3,
 }

@@ -15,6 +15,8 @@ import safetensors.numpy
 from tests.gguf_writer import write_gguf
 
 ARCHITECTURES = {"gpt_neox": "gptneox", "cohere": "command-r", "gpt_oss": "gpt-oss"}
+LATENT = ("deepseek_v2", "deepseek_v3", "youtu")
+ARCHITECTURES |= dict.fromkeys(LATENT, "deepseek2")
 LLAMA = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
@@ -50,6 +52,12 @@ NAMES: dict[str, dict[str, str]] = {
     "granitemoe": LLAMA | {
         "block_sparse_moe.router.layer": "ffn_gate_inp", "block_sparse_moe.output_linear": "ffn_down_exps",
     },
+    **dict.fromkeys(LATENT, LLAMA | {
+        "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "mlp.gate": "ffn_gate_inp",
+        **{f"mlp.shared_experts.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
+    }),
     "gpt_oss": LLAMA | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }  # fmt: skip
 
@@ -104,6 +112,36 @@ def metadata_of(values: dict[str, Any]) -> dict[str, Any]:
             "embedding_scale": values["embedding_multiplier"], "attention.scale": values["attention_multiplier"],
             "residual_scale": values["residual_multiplier"], "logit_scale": values["logits_scaling"],
         }  # fmt: skip
+    if family in LATENT:
+        rank, rotated = values["kv_lora_rank"], values["qk_rope_head_dim"]
+        scaling = values.get("rope_scaling") or {}
+        keys |= {
+            "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": keys.pop("attention.layer_norm_epsilon"),
+            "leading_dense_block_count": values.get("first_k_dense_replace", values["num_hidden_layers"]),
+            "vocab_size": values["vocab_size"], "attention.kv_lora_rank": rank, "attention.key_length": rank + rotated,
+            "attention.value_length": rank, "attention.key_length_mla": values["qk_nope_head_dim"] + rotated,
+            "attention.value_length_mla": values["v_head_dim"], "rope.dimension_count": rotated,
+            "expert_feed_forward_length": get("moe_intermediate_size", "intermediate_size"),
+            "expert_shared_count": values.get("n_shared_experts", 0),
+        }  # fmt: skip
+        named = {
+            "q_lora_rank": "attention.q_lora_rank", "n_routed_experts": "expert_count", "n_group": "expert_group_count",
+            "num_experts_per_tok": "expert_used_count", "topk_group": "expert_group_used_count",
+            "routed_scaling_factor": "expert_weights_scale",
+        }  # fmt: skip
+        keys |= {key: values[name] for name, key in named.items() if values.get(name) is not None}
+        if values.get("norm_topk_prob"):
+            keys["expert_weights_norm"] = np.bool_(True)
+        if scaling:
+            keys |= {
+                "rope.scaling.type": "yarn", "rope.scaling.factor": scaling["factor"],
+                "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+                "rope.scaling.yarn_beta_fast": scaling["beta_fast"],
+                "rope.scaling.yarn_beta_slow": scaling["beta_slow"],
+                "rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"],
+            }  # fmt: skip
+        if family == "deepseek_v3":
+            keys["expert_gating_func"] = 2
     architecture = ARCHITECTURES.get(family, family)
     return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
 
@@ -130,6 +168,19 @@ def tensors_of(values: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
     for name, tensor in tensors.items():
         layer = re.search(r"(?:layers|h|blocks)\.(\d+)\.(.+)", name)
         prefix, module = (f"blk.{layer[1]}.", layer[2]) if layer else ("", name)
+        if family in LATENT and ".experts." in name:
+            index, part = re.fullmatch(r"mlp\.experts\.(\d+)\.(.+)_proj\.weight", module).groups()
+            found.setdefault(f"{prefix}ffn_{part}_exps.weight", {})[int(index)] = tensor
+            continue
+        if module.endswith("kv_b_proj.weight"):
+            heads = tensor.reshape(values["num_attention_heads"], -1, tensor.shape[1])
+            k, v = np.split(heads, [values["qk_nope_head_dim"]], axis=1)
+            found[f"{prefix}attn_k_b.weight"] = np.ascontiguousarray(k.swapaxes(1, 2))
+            found[f"{prefix}attn_v_b.weight"] = np.ascontiguousarray(v)
+            continue
+        if module.endswith("e_score_correction_bias"):
+            found[f"{prefix}exp_probs_b.bias"] = tensor.astype(np.float32)
+            continue
         if ".experts." in name:
             part = module.removeprefix("mlp.experts.")
             if part.endswith("_scales"):
@@ -167,7 +218,8 @@ def tensors_of(values: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
             tensor = qkv_in_turn(values, tensor)
         to = np.float32 if tensor.ndim == 1 or "router" in stem or "wpe" in stem else tensor.dtype
         found[f"{prefix}{NAMES[family][stem]}.{kind}"] = np.ascontiguousarray(tensor.astype(to))
-    return found
+    stacks = {name: np.stack([x for _, x in sorted(t.items())]) for name, t in found.items() if isinstance(t, dict)}
+    return found | stacks
 
 
 def convert(folder: Path, out: Path, changes: dict[str, Any] | None = None, **keys: Any) -> Path:

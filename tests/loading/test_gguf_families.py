@@ -30,6 +30,11 @@ CASES = {
     "cohere-gqa-tied": {},
     "cohere2-gqa-window-nope-tied": {"layer_types": ["sliding_attention"] * 3},  # the fourth would be full
     "granitemoe-gqa-experts": {},
+    "deepseek_v2-latent-rope-yarn-experts": {},
+    "deepseek_v2-latent-experts-new": {},
+    "deepseek_v3-latent-rope-yarn-experts": {},
+    "deepseek_v3-latent-experts-tied": {},
+    "youtu-latent-tied": {},
     "gpt_oss-gqa-window-rope-yarn-experts-biases": SWIGLU,
     "gpt_oss-mqa-window-rope-yarn-experts-mxfp4": SWIGLU,
 }

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import ExpertsSpec
+from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.models import params as model_params
 from ksana_jax.models.layers import NORMS, Norm
 from ksana_jax.models.mlp import MLP, MLPS, gated_shapes
@@ -104,6 +104,21 @@ CONFIGS = {
     ),
     "mixed": dataclasses.replace(
         TINY, mlp="swiglu_experts", experts=ExpertsSpec(5, 2, shared_d_ff=16, plain_layers=(0,), plain_d_ff=40)
+    ),
+    # With latents, of both kinds of queries.
+    "latent": dataclasses.replace(
+        TINY,
+        **{"num_kv_heads": 1, "head_dim": 20, "attention_scale": 0.3, "mlp": "swiglu_experts"},
+        latent=LatentSpec(12, 8, 6, 10, query_rank=16),
+        rope=RopeConfig(partial_rotary_factor=0.4),
+        experts=ExpertsSpec(
+            8, 2, shared_d_ff=16, shared_gate=False, scoring="sigmoid", choice_bias=True, num_groups=4, groups_chosen=2
+        ),
+    ),
+    "dense_latent": dataclasses.replace(
+        TINY,
+        **{"num_kv_heads": 1, "head_dim": 20, "latent": LatentSpec(12, 8, 6, 10, interleaved=False)},
+        rope=RopeConfig(partial_rotary_factor=0.4),
     ),
     "reads": dataclasses.replace(TINY, num_layers=3, kv_layers=(0, 0, 0), qkv_bias=True, qk_norm="head"),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),

@@ -1,13 +1,14 @@
 """Parity with transformers itself, on texts that are not in the golden files; where torch is installed."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
 import pytest
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.dense import dense_logits
@@ -80,6 +81,18 @@ COHERE = dataclasses.replace(
 )
 EXPERTS = {"mlp": "swiglu_experts", "experts": ExpertsSpec(6, 2)}
 FALCON = dataclasses.replace(TINY, family="falcon", head_dim=8, norm="layer", mlp="gelu")
+LATENT = dataclasses.replace(
+    TINY,
+    **{"num_kv_heads": 1, "head_dim": 32, "latent": LatentSpec(24, 8, 8, 10)},
+    rope=RopeConfig(partial_rotary_factor=math.nextafter(0.25, 1)),
+)
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.7}
+MSCALE = 0.1 * 0.7 * math.log(4) + 1
+SIGMOID = ExpertsSpec(
+    **{"num_experts": 8, "num_chosen": 2, "shared_d_ff": 24, "shared_gate": False, "factor": 2.5},
+    **{"scoring": "sigmoid", "choice_bias": True, "num_groups": 4, "groups_chosen": 2, "groups_by": 2},
+    **{"plain_layers": (0,), "plain_d_ff": 40},
+)
 EXPORTED = {
     "llama": TINY,
     "llama, biases": dataclasses.replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True),
@@ -169,6 +182,27 @@ EXPORTED = {
         experts=ExpertsSpec(6, 3, sigmoid_factor=1.3, limit=1.0),
         rope=RopeConfig("yarn", 1e4, 4.0, 32, truncate=False),
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+    ),
+    "youtu": dataclasses.replace(LATENT, family="youtu", attention_scale=16**-0.5, tie_embeddings=True),
+    "minicpm3": dataclasses.replace(
+        LATENT,
+        **{"family": "minicpm3", "latent": LatentSpec(24, 8, 8, 10, 12, interleaved=False), "attention_scale": 0.25},
+        **{"embed_scale": 3.0, "residual_scale": 1.2 / 3**0.5, "logit_scale": 0.25},
+    ),
+    "deepseek_v2": dataclasses.replace(
+        LATENT,
+        **{"family": "deepseek_v2", "mlp": "swiglu_experts", "d_ff": 12, "attention_scale": 0.25 * MSCALE**2},
+        experts=ExpertsSpec(8, 2, False, 24, num_groups=4, groups_chosen=2, shared_gate=False, factor=4.0),
+        rope=dataclasses.replace(LATENT.rope, kind="yarn", factor=4.0, original_max_len=32, **MSCALES),
+    ),
+    "deepseek_v3": dataclasses.replace(
+        LATENT,
+        **{"family": "deepseek_v3", "mlp": "swiglu_experts", "d_ff": 12, "experts": SIGMOID, "attention_scale": 0.25},
+    ),
+    "glm4_moe_lite": dataclasses.replace(
+        LATENT,
+        **{"family": "glm4_moe_lite", "mlp": "swiglu_experts", "d_ff": 12, "attention_scale": 0.25},
+        experts=dataclasses.replace(SIGMOID, plain_layers=(0, 2), num_groups=1, groups_chosen=1, groups_by=1),
     ),
     "mpt": dataclasses.replace(
         TINY,

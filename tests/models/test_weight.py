@@ -27,8 +27,11 @@ def test_every_field_states_how_features_treat_its_weight():
     assert JOINED == {"w_qkv", "b_qkv", "w_gate_up", "b_gate_up"}
 
 
+NAMES = ("everything", "after", "parallel", "experts", "clamped", "latent", "dense_latent")
+
+
 def test_the_models_of_these_tests_have_every_weight():
-    shapes = [param_shapes(CONFIGS[name]) for name in ("everything", "after", "parallel", "experts", "clamped")]
+    shapes = [param_shapes(CONFIGS[name]) for name in NAMES]
     found = {name for s in shapes for name in (*weights_of(s.layers[0]), *weights_of(s))}
     assert found | JOINED == weight_fields().keys()
 

@@ -1,12 +1,13 @@
 """A model is written as the config of its family, or refused if the family cannot express it."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
 from ksana_jax.models.families.mpt import alibi_slopes
@@ -31,6 +32,19 @@ OSS |= {"mlp": "clamped_swiglu_experts", "experts": ExpertsSpec(8, 2, sigmoid_fa
 MOSAIC: Any = {"family": "mpt", "norm": "layer_no_bias", "mlp": "gelu", "rope": NO_ROPE, "alibi": alibi_slopes(8)}
 MOSAIC |= {"d_ff": 2048}
 TII: Any = {"family": "falcon", "norm": "layer", "mlp": "gelu"}
+LATENT: Any = {"num_layers": 62, "num_kv_heads": 1, "head_dim": 32, "latent": LatentSpec(24, 8, 8, 10)}
+PART, MSCALE = math.nextafter(0.25, 1), 0.1 * 0.7 * math.log(4) + 1
+LATENT_ROPE = RopeConfig(partial_rotary_factor=PART)
+LATENT_YARN = RopeConfig("yarn", 1e4, 4.0, 1024, mscale=1.0, mscale_all_dim=0.7, partial_rotary_factor=PART)
+ROUTED: Any = {
+    "mlp": "swiglu_experts",
+    "d_ff": 32,
+    "experts": ExpertsSpec(
+        **{"num_experts": 8, "num_chosen": 2, "shared_d_ff": 32, "shared_gate": False, "factor": 2.5},
+        **{"scoring": "sigmoid", "choice_bias": True, "num_groups": 4, "groups_chosen": 2, "groups_by": 2},
+        **{"plain_layers": (0, 1, 2), "plain_d_ff": 40},
+    ),
+}
 WRITABLE = [
     ModelConfig(vocab_size=64, num_layers=2, bos_id=3, eos_ids=(4, 5)),
     ModelConfig(num_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=True, rope=ROPES["yarn"][1]),
@@ -127,6 +141,21 @@ WRITABLE = [
         rope=NO_ROPE,
         alibi=tuple(slope / 8 for slope in alibi_slopes(8)),
     ),
+    ModelConfig(**LATENT, family="youtu", attention_scale=16**-0.5, rope=RopeConfig(partial_rotary_factor=PART)),
+    ModelConfig(**LATENT | ROUTED, family="deepseek_v3", attention_scale=16**-0.5, rope=LATENT_ROPE),
+    ModelConfig(**LATENT | ROUTED, family="glm4_moe_lite", attention_scale=16**-0.5 * MSCALE**2, rope=LATENT_YARN),
+    ModelConfig(
+        **LATENT | ROUTED | {"experts": ExpertsSpec(8, 2, False, 64, num_groups=2, shared_gate=False, factor=16.0)},
+        **{"family": "deepseek_v2", "attention_scale": 16**-0.5 * MSCALE**2, "rope": LATENT_YARN},
+    ),
+    ModelConfig(
+        **LATENT | {"latent": LatentSpec(24, 8, 8, 10, 12, interleaved=False), "tie_embeddings": True},
+        **{"family": "minicpm3", "attention_scale": 16**-0.5, "embed_scale": 12.0, "logit_scale": 0.25},
+        residual_scale=1.4 / 62**0.5,
+        rope=RopeConfig(
+            "longrope", 1e4, 4.0, 64, factors=(2.0,) * 4, short_factors=(1.5,) * 4, partial_rotary_factor=PART
+        ),
+    ),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 
@@ -183,6 +212,13 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"attention_scale": 0.3}, "attention_scale 0.3"),
         ({"rope": RopeConfig(partial_rotary_factor=0.5)}, "rope"),
         ({"rope": (RopeConfig(), RopeConfig(theta=5.0))}, "rope"),
+        (LATENT, "latent LatentSpec"),
+        ({**LATENT, "family": "youtu", "rope": LATENT_ROPE}, "attention_scale"),
+        ({**LATENT, "family": "youtu", "num_layers": 2, "latent": None, "rope": LATENT_ROPE}, "latent None"),
+        (
+            {**LATENT, "family": "youtu", "latent": LatentSpec(24, 8, 8, 10, eps=1e-5), "attention_scale": 0.25},
+            "latent LatentSpec",
+        ),
     ],
 )
 def test_model_that_its_family_cannot_express_is_not_written(change, lost):

@@ -14,6 +14,7 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.dtypes import DTYPE_BYTES
 from ksana_jax.core.processor import num_cores
 from ksana_jax.devices.platforms import platform_of
+from ksana_jax.kv.model_layout import layout_of
 
 # Larger than any cache.
 _READ_BYTES = 2**29
@@ -58,7 +59,8 @@ def work_of(
 
     size = DTYPE_BYTES[dtype]
     weights = flop_per_token(model, 0) // 2 * size if weights_bytes is None else weights_bytes
-    kv_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
+    stored = layout_of(model, dtype=dtype, block_size=1).leaf("kv")
+    kv_token = model.num_layers * stored.nbytes // stored.shape[0]
     seen = [sum(range(p + 1, p + n)) for p, n in zip(prompts, outputs, strict=True)]  # by the steps after the first
     attended = sum(sum(range(1, p + n)) for p, n in zip(prompts, outputs, strict=True))
     # The last token is sampled and never computed; of a prompt, only the last token needs logits.

@@ -11,12 +11,14 @@ from typing import Any
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.models.families.cohere import COHERE, COHERE2
+from ksana_jax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from ksana_jax.models.families.falcon import FALCON
 from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.gemma import GEMMA
 from ksana_jax.models.families.gemma2 import GEMMA2
 from ksana_jax.models.families.gemma3 import GEMMA3
 from ksana_jax.models.families.glm4 import GLM4
+from ksana_jax.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from ksana_jax.models.families.gpt2 import GPT2
 from ksana_jax.models.families.gpt_neox import GPT_NEOX
 from ksana_jax.models.families.gpt_oss import GPT_OSS
@@ -25,6 +27,7 @@ from ksana_jax.models.families.granitemoe import GRANITEMOE
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_cla import LLAMA_CLA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
+from ksana_jax.models.families.minicpm3 import MINICPM3
 from ksana_jax.models.families.ministral import MINISTRAL, MINISTRAL3
 from ksana_jax.models.families.mistral import MISTRAL
 from ksana_jax.models.families.mixtral import MIXTRAL
@@ -40,6 +43,7 @@ from ksana_jax.models.families.qwen3 import QWEN3
 from ksana_jax.models.families.qwen3_moe import QWEN3_MOE
 from ksana_jax.models.families.smollm3 import SMOLLM3
 from ksana_jax.models.families.stablelm import STABLELM
+from ksana_jax.models.families.youtu import YOUTU
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -75,6 +79,11 @@ FAMILIES: dict[str, Family] = {
         OLMOE,
         GRANITEMOE,
         GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GLM4_MOE_LITE,
+        YOUTU,
+        MINICPM3,
     )
 }
 

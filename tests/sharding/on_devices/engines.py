@@ -10,6 +10,7 @@ import numpy as np
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.methods.presets import read_patterns
@@ -27,6 +28,13 @@ MODELS = {
     # With all that a layer can have besides.
     "GQA": dataclasses.replace(
         MHA, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm="head"
+    ),
+    "MLA": dataclasses.replace(
+        MHA,
+        **{"num_kv_heads": 1, "head_dim": 20, "attention_scale": 0.3, "mlp": "swiglu_experts"},
+        latent=LatentSpec(12, 8, 6, 10, query_rank=16),
+        rope=RopeConfig(partial_rotary_factor=0.4),
+        experts=ExpertsSpec(8, 2, shared_d_ff=16, shared_gate=False, scoring="sigmoid", choice_bias=True, factor=1.5),
     ),
     "MQA": dataclasses.replace(
         MHA,

@@ -77,7 +77,7 @@ def test_a_checkpoint_gives_the_same_tokens(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("name", "num_devices"), [("GQA", 2), ("MQA", 8)])
+@pytest.mark.parametrize(("name", "num_devices"), [("GQA", 2), ("MQA", 8), ("MLA", 4)])
 def test_memory_of_each_device_is_planned(name, num_devices):
     model, llm = MODELS[name], make_llm(name, num_devices)
     shape = StepShape((TileGroup(16, 1), TileGroup(2, 16)), 8, 16)

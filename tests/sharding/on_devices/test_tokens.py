@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 # Kv heads of its own on each device, more of them, and one that devices share. All of n in 2, 4, 8 for each model had
 # equal tokens once; these are what there is time for.
-DIVIDED = [("MHA", 8), ("GQA", 2), ("GQA", 8), ("MQA", 4)]
+DIVIDED = [("MHA", 8), ("MLA", 2), ("GQA", 2), ("GQA", 8), ("MQA", 4)]
 
 
 @pytest.mark.soak
@@ -90,7 +90,7 @@ def test_implementations(attention, linear):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("name", "num_devices"), DIVIDED[2:])
+@pytest.mark.parametrize(("name", "num_devices"), DIVIDED[3:])
 def test_weights_that_multiply_the_same_input_joined_on_each_device(name, num_devices, monkeypatch):
     joins = dataclasses.replace(tuning("cpu"), joins_matrices=True)
     monkeypatch.setattr(programs, "tuning", lambda platform: joins)

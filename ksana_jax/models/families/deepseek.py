@@ -1,0 +1,95 @@
+"""DeepSeek V2 and V3: latents, and small experts, of which some serve all tokens (arXiv:2405.04434, 2412.19437)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.models.families import latents, routing
+from ksana_jax.models.families.family import BUFFERS, Family
+from ksana_jax.models.families.fields import Fields
+
+GROUPED = "group_limited_greedy"
+
+
+def read2(fields: Fields) -> dict[str, Any]:
+    fields.must_be("scoring_func", ("softmax",), "supported: softmax")
+    fields.must_be("norm_topk_prob", (False,), "supported: false")
+    fields.must_be("topk_method", ("greedy", GROUPED), f"supported: greedy, {GROUPED}")
+    routes: dict[str, Any] = latents.read_groups(fields, 1) if fields.get("topk_method") == GROUPED else {}
+    return latents.read_latents(fields) | latents.read_experts(fields, normalised=False, **routes)
+
+
+def write2(config: ModelConfig) -> dict[str, Any]:
+    method = GROUPED if config.experts and config.experts.num_groups > 1 else "greedy"
+    return latents.write_latents(config) | latents.write_experts(config) | {"topk_method": method}
+
+
+def read3(fields: Fields) -> dict[str, Any]:
+    fields.must_be("scoring_func", ("sigmoid",), "supported: sigmoid")
+    fields.must_be("topk_method", ("noaux_tc",), "supported: noaux_tc")
+    return latents.read_latents(fields) | read_sigmoid_experts(fields)
+
+
+def read_sigmoid_experts(fields: Fields, plain_layers: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Returns experts that are chosen by sigmoids and a bias."""
+    routes = {"normalised": fields.flag("norm_topk_prob"), "scoring": "sigmoid", "choice_bias": True}
+    return latents.read_experts(fields, plain_layers, **routes, **latents.read_groups(fields, 2))
+
+
+def write3(config: ModelConfig) -> dict[str, Any]:
+    return latents.write_latents(config) | latents.write_experts(config)
+
+
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architectures=("DeepseekV2ForCausalLM",),
+    defaults={
+        **latents.DEFAULTS,
+        "intermediate_size": 11008,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    read=read2,
+    write=write2,
+    layer_names=latents.EXPERTS,
+    plain_names=routing.PLAIN_NAMES,
+    fields=latents.FIELDS,
+    mlps=routing.MLPS,
+    read_rope=latents.read_rope,
+    example={"num_experts_per_tok": 6},
+)
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    defaults={
+        **latents.DEFAULTS,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    read=read3,
+    write=write3,
+    layer_names=latents.EXPERTS,
+    plain_names=routing.PLAIN_NAMES,
+    fields=latents.FIELDS,
+    mlps=routing.MLPS,
+    read_rope=latents.read_rope,
+    # Layer 61 guesses the token after next; it is no layer of the model.
+    buffers=rf"{BUFFERS}|model\.layers\.61\..*",
+)
