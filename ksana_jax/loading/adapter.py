@@ -41,10 +41,10 @@ _WITHOUT_EFFECT = (
     "eva_config qalora_group_size ensure_weight_tying"
 )
 _REASONS = {"modules_to_save": ": each slot would hold whole matrices; merge the adapter into a model of its own"}
-# Linear modules of a family that the engine multiplies otherwise, by the end of their names.
+# Why a linear module takes no adapter, by the last part of its name.
 _DIVIDED = {
-    "kv_b_proj": ": the engine divides kv_b_proj into UK and UV, which multiply queries and weighted sums head by head; "
-    "merge the adapter into the model",
+    "kv_b_proj": ": the engine divides it into UK and UV, which multiply queries and weighted sums head by head; merge "
+    "the adapter into the model",
 }
 _KNOWN = {*_READ.split(), *_WITHOUT_EFFECT.split()}
 # Initialisations that leave the model's own weights as they are.
