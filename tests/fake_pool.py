@@ -148,7 +148,7 @@ class StoringExecutor(FakeExecutor):
     def _encode(self, at: int, pair: Sequence[np.ndarray], block: np.ndarray, offset: np.ndarray) -> None:
         """Stores keys and values [n, 8] of a group's layer."""
         codec, leaves, layer = self._part(at)
-        for index, x in enumerate(pair):
+        for index, x in enumerate(pair[: self.layout.num_sides]):
             for name, part in find_codec(codec).encode(x, np).items():
                 is_bits = leaves[name].dtype.kind == "u"
                 leaves[name][block, layer, index, 0, offset] = part.view(leaves[name].dtype) if is_bits else part
@@ -167,7 +167,7 @@ class StoringExecutor(FakeExecutor):
     def _decoded(self, at: int, get) -> list[np.ndarray]:
         codec, leaves, layer = self._part(at)
         names = find_codec(codec).arrays(HEAD_DIM)
-        found = ({name: get(leaves[name], layer, index) for name in names} for index in range(2))
+        found = ({name: get(leaves[name], layer, index) for name in names} for index in (0, self.layout.num_sides - 1))
         return [find_codec(codec).decode(parts, np).astype(np.float32) for parts in found]
 
     def _observe(self, at: int, a: StepArrays, group: int, hidden, seen: tuple) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core.config import EngineConfig, ModelConfig
+from ksana_jax.core.layer_spec import LatentSpec
 from ksana_jax.core.request import SamplingParams
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
@@ -80,6 +81,7 @@ def make_engine(
     scope: Scope | None = None,
     digest: Callable[[bytes], bytes] = sha256,
     stored: dict[str, Any] | None = None,
+    latent: LatentSpec | None = None,
     speculative_config: dict[str, Any] | None = None,
     make_executor: Callable[..., FakeExecutor] = FakeExecutor,
     **memory: Any,
@@ -93,6 +95,7 @@ def make_engine(
       shared_rows: see `Buckets`.
       scope, digest: of the prefix index.
       stored: more fields of EngineConfig, such as kv_eviction, for an executor that knows them.
+      latent: of the model, for a pool whose keys are its values.
       memory: arguments of KVMemory, such as disk.
     """
     config = EngineConfig(
@@ -112,7 +115,8 @@ def make_engine(
         speculative_config=speculative_config,
         **stored or {},
     )
-    model = ModelConfig(vocab_size=VOCAB, num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM, eos_ids=eos_ids)
+    sizes = {"num_layers": len(patterns), "num_kv_heads": 1, "head_dim": HEAD_DIM, "latent": latent}
+    model = ModelConfig(vocab_size=VOCAB, eos_ids=eos_ids, **sizes)
     layout = make_layout(model, patterns, config, tuning("cpu").stored_as_bits) if stored else None
     executor = make_executor(
         patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots, layout=layout

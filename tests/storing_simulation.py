@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.layer_spec import LatentSpec
 from ksana_jax.core.patterns import FAR, FULL
 from ksana_jax.core.request import SamplingParams
 from ksana_jax.devices.tuning import tuning
@@ -49,7 +50,7 @@ def plain(items: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """How an engine stores keys and values. eviction, selection: items of `kv_eviction` and `kv_selection`; empty
-    evicts nothing, and reads all."""
+    evicts nothing, and reads all. latent: of a model whose keys are its values."""
 
     pattern: str
     block_size: int
@@ -57,6 +58,7 @@ class Storage:
     exact: tuple[int, ...] = ()
     eviction: tuple[tuple[str, Any], ...] = ()
     selection: tuple[tuple[str, Any], ...] = ()
+    latent: LatentSpec | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -84,7 +86,7 @@ class Storage:
     @functools.cached_property
     def layout(self):
         patterns = PATTERNS[self.pattern]
-        model = ModelConfig(num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM)
+        model = ModelConfig(num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM, latent=self.latent)
         return make_layout(
             model, patterns, EngineConfig(block_size=self.block_size, **self.settings), tuning("cpu").stored_as_bits
         )
@@ -150,6 +152,7 @@ class Text:
         for layer, (group, _) in enumerate(self.layout.places):
             codec = "f32" if layer in self.storage.exact else self.storage.codec
             k, v = (rounded(codec, x) for x in vectors(hidden))
+            v = v if self.storage.latent is None else k
             self.keys[layer, t], self.values[layer, t], self.digests[layer, t] = k[0], v[0], digest(k, v)[0]
             self.kept[layer].append(t)
             kept = np.array(self.kept[layer])
@@ -299,7 +302,8 @@ class StoringSimulation(SavingSessions):
         return found
 
     def start(self) -> None:
-        self.settings |= {"stored": self.storage.settings, "make_executor": self.executor}
+        storage = self.storage
+        self.settings |= {"stored": storage.settings, "latent": storage.latent, "make_executor": self.executor}
         super().start()
         for name in ("method", "prompts", "layers"):
             if self.storage.eviction:

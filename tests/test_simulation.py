@@ -21,6 +21,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler import row_eviction, scheduler
 from tests.fake_pool import StoringExecutor
 from tests.fakes import FakeExecutor
+from tests.latent_simulation import LatentSelectingSimulation, LatentSimulation
 from tests.random_simulations import simulate
 from tests.sealing_simulation import SealingSimulation
 from tests.selecting_simulation import SelectingExecutor, SelectingSimulation
@@ -56,6 +57,12 @@ def test_every_simulation_with_evictions_and_codecs_ends_well(rng):
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.sampled_from([SealingSimulation, SelectingSimulation]))
 def test_every_simulation_with_block_codecs_or_selection_ends_well(rng, kind):
+    simulate(rng, num_steps=30, kind=kind)
+
+
+@settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False), st.sampled_from([LatentSimulation, LatentSelectingSimulation]))
+def test_every_simulation_with_latents_ends_well(rng, kind):
     simulate(rng, num_steps=30, kind=kind)
 
 

@@ -41,6 +41,11 @@ _WITHOUT_EFFECT = (
     "eva_config qalora_group_size ensure_weight_tying"
 )
 _REASONS = {"modules_to_save": ": each slot would hold whole matrices; merge the adapter into a model of its own"}
+# Why a linear module takes no adapter, by the last part of its name.
+_DIVIDED = {
+    "kv_b_proj": ": the engine divides it into UK and UV, which multiply queries and weighted sums head by head; merge "
+    "the adapter into the model",
+}
 _KNOWN = {*_READ.split(), *_WITHOUT_EFFECT.split()}
 # Initialisations that leave the model's own weights as they are.
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -245,7 +250,8 @@ def _found(
         match = _KEY.fullmatch(name.removeprefix(PREFIX))
         module = "" if match is None else usual_name(f"{match[1]}.weight", config).removesuffix(".weight")
         if match is None or match[2] not in needed or not name.startswith(PREFIX) or module not in modules:
-            problems.append(f"{name} belongs to no linear module of this {config.family}'s layers")
+            reason = _DIVIDED.get(module.rpartition(".")[2], "")
+            problems.append(f"{name} belongs to no linear module of this {config.family}'s layers{reason}")
         elif stored.dtype not in stored.dtypes:
             problems.append(f"{name} is {stored.dtype}, supported: {', '.join(stored.dtypes)}")
         else:

@@ -17,9 +17,10 @@ from tests.machine import compiled
 def test_numerics_are_refused_as_the_table_says(family):
     cells = dict(zip(family_table.COLUMNS, family_table.row(family), strict=True))
     config = family_table.example(family)
-    needs = Requirements("cpu", None, "float32", 4, 4, 16, 16, codec="f32", alibi=config.alibi is not None)
+    sides, alibi = 2 if config.latent is None else 1, config.alibi is not None
+    needs = Requirements("cpu", None, "float32", 4, 4, 16, 16, codec="f32", alibi=alibi, sides=sides)
     if cells["invariant"] == "no":
-        with pytest.raises(ConfigError, match=r"norms are layer|ALiBi"):
+        with pytest.raises(ConfigError, match=r"norms are layer|ALiBi|latents"):
             check_invariant(config, needs, "float32")
 
 

@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax import LLM, AttentionPattern, SamplingParams, Steering, StructuredOutputsParams
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import LatentSpec, RopeConfig
 from ksana_jax.core.patterns import FULL
+from ksana_jax.engine.activations import activations
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.params import init_params
-from ksana_jax.models.transformer import forward, logits
-from tests.engine.small import VOCAB, tokens_of
+from ksana_jax.models.transformer import embedded, final_norm, logits, run_layers
+from tests.engine.small import VOCAB, Letters, tokens_of
 
 CONFIG = ModelConfig(
     **{"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 1, "head_dim": 32},
@@ -122,19 +123,29 @@ def test_methods_evict_one_latent_for_all_heads(method):
     assert kept.shape == (2, 1, 75) and kept.sum(axis=-1).max() < 60
 
 
-def read_back(text: Any, codec: str) -> jax.Array:
-    """Log-probabilities of a text of which each latent is read as a codec decodes it."""
+def read_back(text: Any, codec: str = "f32", steering: Steering | None = None) -> tuple[jax.Array, Any, Any]:
+    """Log-probabilities, attention weights and hidden states of a text, its latents as a codec decodes them."""
     stored, ropes, positions = find_codec(codec), layer_ropes(CONFIG), jnp.arange(len(text))
+    vectors, heads = ({}, {}) if steering is None else (steering.vectors, steering.heads_off)
+    all_weights, hidden = [], []
 
     def attend(layer, q, k, v, state):
         rope, angles = ropes[layer], ropes[layer].angles(positions)
         q, k = rope.rotate(q, angles), stored.decode(stored.encode(rope.rotate(k, angles), jnp), jnp)[:, 0]
         scores = jnp.einsum("TNH,CH->NTC", q, k.astype(jnp.float32)) * 16**-0.5
         weights = jax.nn.softmax(jnp.where(positions[:, None] >= positions, scores, -jnp.inf))
-        return jnp.einsum("NTC,CH->TNH", weights, k.astype(jnp.float32)), state
+        all_weights.append(weights)
+        kept = np.isin(np.arange(4), heads.get(layer, ()), invert=True)
+        return jnp.einsum("NTC,CH,N->TNH", weights, k.astype(jnp.float32), kept), state
 
-    hidden, _ = forward(params(), text, attend, None, config=CONFIG)
-    return jax.nn.log_softmax(logits(params(), hidden, config=CONFIG))
+    def after_layer(layer, x):
+        hidden.append(x + vectors.get(layer, 0))
+        return hidden[-1]
+
+    x = embedded(params(), text, config=CONFIG)
+    x, _ = run_layers(params().layers, x, attend, None, specs=CONFIG.layers, after_layer=after_layer)
+    scores = logits(params(), final_norm(params(), x, config=CONFIG), config=CONFIG)
+    return jax.nn.log_softmax(scores), np.array(all_weights), np.array(hidden)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "fp8_e4m3", "int4", "hadamard4", "turboquant4"])
@@ -144,7 +155,7 @@ def test_codecs_encode_latents_once(codec):
     asked = SamplingParams(temperature=0, forced_token_ids=greedy()[0], max_tokens=None, logprobs=-1, detokenize=False)
     [output] = llm.generate({"prompt_token_ids": PROMPTS[0]}, asked)
     text = np.array(PROMPTS[0] + greedy()[0])
-    exact, encoded = (np.asarray(read_back(text, name))[len(PROMPTS[0]) - 1 : -1] for name in ("f32", codec))
+    exact, encoded = (np.asarray(read_back(text, name)[0])[len(PROMPTS[0]) - 1 : -1] for name in ("f32", codec))
     # Numbers that float32 rounds to the next code, a few in ten thousand, are what remains.
     assert np.abs(output.outputs[0].distributions - encoded).mean() < 0.1 * np.abs(exact - encoded).mean()
 
@@ -158,12 +169,55 @@ def test_beams_and_completions_share_their_prompt():
         assert tokens_of(few, PROMPTS[:1], asked) == tokens_of(many, PROMPTS[:1], asked)
 
 
-def test_sleep_and_sessions_keep_latents(tmp_path):
+def test_latents_are_kept_over_sleep():
     llm = make(enable_prefix_caching=True)
     assert tokens_of(llm, PROMPTS, GREEDY) == greedy()
     llm.sleep(1)
     llm.wake_up()
     assert tokens_of(llm, PROMPTS, GREEDY) == greedy()
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"kv_eviction": H2O | {"budget": 32}}], ids=str)
+def test_another_engine_continues_a_saved_session(tmp_path, settings):
+    first, other = (make(enable_prefix_caching=True, **settings) for _ in range(2))
+    [output] = first.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY)
+    count = first.save_session(output, tmp_path / "session")
+    assert other.restore_session(tmp_path / "session") == count >= 72
+    longer = [PROMPTS[0] + output.outputs[0].token_ids]
+    assert tokens_of(other, longer, GREEDY) == tokens_of(first, longer, GREEDY)
+    assert other.engine.memory.counters.hit_tokens == first.engine.memory.counters.hit_tokens == count
+
+
+def test_activations_are_those_of_the_model_without_a_cache():
+    found = activations(make(), {"prompt_token_ids": PROMPTS[0]}, GREEDY)
+    _, weights, hidden = read_back(np.array((PROMPTS[0] + greedy()[0])[:-1]))
+    np.testing.assert_allclose(found.attention, weights, atol=1e-4)
+    np.testing.assert_allclose(found.hidden, hidden, atol=1e-4 * np.abs(hidden).max())
+
+
+def test_the_last_token_attends_to_the_kept_ones():
+    llm = make(kv_eviction=H2O | {"budget": 32}, kept_tokens=True)
+    found = activations(llm, {"prompt_token_ids": PROMPTS[0]}, GREEDY)
+    np.testing.assert_allclose(found.attention.sum(axis=-1), 1, atol=1e-5)
+    kept: Any = found.output.outputs[0].kept_tokens
+    assert not found.attention[:, :, -1][~kept.repeat(4, axis=1)].any() and 30 < kept.sum(axis=-1).max() < 34
+
+
+def test_steered_requests_are_those_of_the_steered_model():
+    steering = Steering(dict(enumerate(np.random.default_rng(4).normal(size=(2, 32)))), {0: [3, 1], 1: [2]})
+    forced = {"forced_token_ids": greedy()[0], "max_tokens": None, "logprobs": -1}
+    asked = dataclasses.replace(GREEDY, steering=steering, **forced)
+    steered, plain = make().generate([{"prompt_token_ids": ids} for ids in PROMPTS], [asked, GREEDY])
+    scores = read_back(np.array(PROMPTS[0] + greedy()[0]), steering=steering)[0]
+    np.testing.assert_allclose(steered.outputs[0].distributions, scores[len(PROMPTS[0]) - 1 : -1], atol=1e-4)
+    assert plain.outputs[0].token_ids == greedy()[1]
+
+
+def test_outputs_keep_to_their_grammar():
+    words = StructuredOutputsParams(choice=["the end", "another end"])
+    llm = LLM.from_params(CONFIG, params(), tokenizer=Letters(), **SETTINGS, num_blocks=120)
+    [output] = llm.generate("a", SamplingParams(temperature=0, max_tokens=20, structured_outputs=words))
+    assert output.outputs[0].text in words.choice
 
 
 # 576 numbers of two bytes, where keys and values of 128 heads of 192 and 128 numbers would take 81,920.

@@ -262,3 +262,11 @@ def test_experts_and_routers_are_refused_by_name(folder):
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(LoadError, match=r"2 tensors do not fit: .*gate.lora_A.weight belongs to no linear module"):
         read_adapter(folder, model, "f32", 8)
+
+
+def test_the_matrix_from_latents_to_heads_is_refused_with_the_reason(folder):
+    model = load_config(GOLDEN / "deepseek_v3-latent-rope-yarn-experts")
+    name = "base_model.model.model.layers.0.self_attn.kv_b_proj.lora_A.weight"
+    save_file({name: np.zeros((4, 24), np.float32)}, folder / WEIGHTS)
+    with pytest.raises(LoadError, match=r"kv_b_proj.lora_A.weight belongs to no .* into UK and UV, .* merge"):
+        read_adapter(folder, model, "f32", 8)

@@ -142,6 +142,23 @@ REAL = {
         },
         671_026_419_200,
     ),
+    "Kimi-K2-Instruct": (
+        {
+            **{"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 163_840},
+            **{"hidden_size": 7168, "intermediate_size": 18_432, "moe_intermediate_size": 2048, "moe_layer_freq": 1},
+            **{"num_hidden_layers": 61, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+            **{"num_attention_heads": 64, "num_key_value_heads": 64, "attention_bias": False, "q_lora_rank": 1536},
+            **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+            **{"n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8, "scoring_func": "sigmoid"},
+            **{"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+            **{"routed_scaling_factor": 2.827, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 50_000.0},
+            **{"max_position_embeddings": 131_072, "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+            **{"bos_token_id": 163_584, "eos_token_id": 163_585},
+            "rope_scaling": {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+            | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        1_026_408_232_448,
+    ),
 }
 
 
@@ -151,6 +168,14 @@ def test_weights_of_published_models_are_counted(name):
     config = config_from_hf(values)
     assert num_params(config) == expected
     assert StepFlops.of(config).pair == 4 * config.num_layers * config.num_heads * 576
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name():
+    values = REAL["Kimi-K2-Instruct"][0]
+    config = config_from_hf(values)
+    assert config == config_from_hf(values | {"model_type": "deepseek_v3"}) and config.family == "deepseek_v3"
+    assert config.attention_scale == pytest.approx(192**-0.5 * (0.1 * np.log(32) + 1) ** 2)
+    assert config.experts and config.experts.factor == 2.827 and config.experts.num_groups == 1
 
 
 REFUSED = {

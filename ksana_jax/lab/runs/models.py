@@ -25,7 +25,7 @@ from ksana_jax.loading.gguf_config import hf_values
 from ksana_jax.loading.statistics import statistics_inputs
 from ksana_jax.methods.eviction.window import Window
 from ksana_jax.methods.full_heads import KIND
-from ksana_jax.models.families import FAMILIES
+from ksana_jax.models.families import FAMILIES, SAME
 
 # Suffix of inputs that record the origin of others, and do not define a trial.
 COMMIT = "_commit"
@@ -110,7 +110,7 @@ def _field(model: str, name: str) -> tuple[Path, Any]:
     path = path / "config.json"
     values = read_json(path)
     kind = values.get("model_type")
-    if not isinstance(kind, str) or (family := FAMILIES.get(kind)) is None:
+    if not isinstance(kind, str) or (family := FAMILIES.get(SAME.get(kind, kind))) is None:
         return path, values.get(name)
     return path, values.get(family.fields.get(name) or name, family.defaults.get(name))
 

@@ -87,6 +87,9 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+# Names of the same configs and weights, by which config.json tells engines apart.
+SAME = {"kimi_k2": "deepseek_v3"}
+
 
 def family_of(values: Mapping[str, Any], source: str = "config.json") -> Family:
     """Returns the family of a Hugging Face config, by `model_type` and `architectures`.
@@ -97,6 +100,7 @@ def family_of(values: Mapping[str, Any], source: str = "config.json") -> Family:
     supported = "; ".join(f"{f.model_type} ({', '.join(f.architectures)})" for f in FAMILIES.values())
     by_architecture = {name: family for family in FAMILIES.values() for name in family.architectures}
     kind, architectures = values.get("model_type"), values.get("architectures")
+    kind = SAME.get(kind, kind) if isinstance(kind, str) else kind
     if architectures is None:
         architectures = []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):

@@ -63,7 +63,8 @@ DEEPSEEK_V2 = Family(
     fields=latents.FIELDS,
     mlps=routing.MLPS,
     read_rope=latents.read_rope,
-    example={"num_experts_per_tok": 6},
+    # The default width of experts, 1,407, is odd.
+    example={"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 )
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",

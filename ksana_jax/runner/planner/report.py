@@ -65,7 +65,7 @@ def show(found: Plan, console: Console) -> None:
         pattern += " (memory simulated: evicted tokens stay)"
     device, n = found.device, asked.tensor_parallel_size
     if n > 1:
-        device = f"each of {n} x {device}, which divide the model"
+        device = f"each of {n} x {device}, which divide the model" + found.latents * " but not its latents"
     console.print(escape(f"{found.model}, {found.num_params:,} weights, {pattern}"))
     console.print(
         escape(

@@ -50,6 +50,7 @@ class Plan:
     max_kv_tokens: at this batch. max_batch: at this context. max_context: at this batch, even beyond the model's
     training; `config.MAX_TOKENS` means no limit by memory. max_window: at both; None if none fits, or rows evict.
     l2_tokens: tokens whose keys and values fill the last cache before the memory; None if its size is unknown.
+    latents: whether tokens have latents, which each device holds whole.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Plan:
     max_context: int
     max_window: int | None
     l2_tokens: int | None
+    latents: bool
     changes: tuple[WhatIf, ...]
 
 
@@ -167,6 +169,7 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
         max_context=memory.max_context(batch),
         max_window=_max_window(config, memory, batch, context),
         l2_tokens=None if device.l2_bytes is None else int(device.l2_bytes // memory.layout.bytes_per_token(context)),
+        latents=config.latent is not None,
         changes=tuple(_changes(config, memory, batch, context)),
     )
 

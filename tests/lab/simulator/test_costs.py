@@ -1,6 +1,9 @@
 """Costs that are fitted to recorded steps, replayed, and read from files."""
 
+import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from ksana_jax.lab.simulator.one_engine import SimEngine
 from ksana_jax.lab.simulator.replay import ReplayCost
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.lab.simulator.step_size import StepSize
+from ksana_jax.loading.config_json import load_config
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.lab.simulator.items import MODEL, config, drawn_items
 
@@ -185,6 +189,14 @@ def test_a_long_prompt_on_a_machine_that_is_not_there_takes_its_operations():
     size = StepSize(StepShape((TileGroup(64, 32),), 4, 1), 1, 2048, 2048, 2048 * 2049 // 2, 1)
     flops = 2 * 8 * OF_LAYER * 2048 + 4 * 8 * 512 * size.num_attended + 2 * 8192 * 512
     assert cost.seconds(size) == pytest.approx(flops / 989.5e12, rel=0.01)
+
+
+def test_a_simulated_engine_reads_a_latent_once_for_all_heads():
+    folder = Path(__file__).parents[2] / "golden" / "deepseek_v3-latent-experts-tied"
+    model = dataclasses.replace(load_config(folder), eos_ids=(2,))
+    cost: Any = read_cost({"level": "roofline", "model": str(folder), "chip": "h200"})
+    assert cost.kv_token_bytes == model.num_layers * (24 + 8) * 2
+    assert len(simulate(drawn_items(40, 120.0), model, config(), cost).served) == 40
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,13 @@ def test_options_reach_the_plan(capsys, ready_step):
     assert json.loads(out.splitlines()[-1])["request"]["prefix_share"] == 0.5
 
 
+def test_a_plan_for_several_devices_says_that_each_holds_all_latents(capsys, ready_step):
+    asked = {"model": ROOT / "tests/golden/deepseek_v3-latent-experts-tied", "device": "cpu"}
+    one, two = (ksana_plan(capsys, "--json", **asked, tensor_parallel_size=n).out for n in (1, 2))
+    assert "each of 2 x cpu, which divide the model but not its latents: " in two
+    assert len({json.loads(out.splitlines()[-1])["kv_bytes_per_token"] for out in (one, two)}) == 1
+
+
 def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, ready_step):
     shown = ksana_plan(capsys, "--json", code=2, model=LLAMA, device="8GiB")
     found = json.loads(shown.out.splitlines()[-1])

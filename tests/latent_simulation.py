@@ -1,0 +1,23 @@
+"""Random simulations of engines whose pool holds latents, which are keys and values at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ksana_jax.core.layer_spec import LatentSpec
+from tests.fake_network import HEAD_DIM
+from tests.selecting_simulation import SelectingSimulation
+from tests.storing_simulation import StoringSimulation
+
+
+class LatentSimulation(StoringSimulation):
+    """A `StoringSimulation` with latents, unless its method of eviction refuses them."""
+
+    def draw_storage(self) -> None:
+        super().draw_storage()
+        if self.storage.method is None or not self.storage.method.reads_outputs:
+            self.storage = dataclasses.replace(self.storage, latent=LatentSpec(HEAD_DIM - 2, 2, 4, 4))
+
+
+class LatentSelectingSimulation(LatentSimulation, SelectingSimulation):
+    """A `SelectingSimulation` with latents."""
