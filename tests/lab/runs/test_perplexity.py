@@ -269,8 +269,8 @@ def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, te
     outcome = run(made, tmp_path / "out", make_llm=make_llm)
     (error,) = outcome.failed.values()
     assert error == (
-        "ConfigError: settings.num_texts is 1, but the texts have 0 excerpts of 1,000 tokens: 400 tokens in total, "
-        "the longest 400; files: 1. Set settings.num_tokens=401"
+        "ConfigError: settings.num_texts is 1, but the texts have 0 excerpts of 1,000 tokens: 400 tokens in total "
+        "without BOS, the longest 400; files: 1. Set settings.num_tokens=401"
     )
 
 

@@ -12,6 +12,8 @@ GOOD = {"prompt": "hi", "max_tokens": 2}
 MESSAGES = [{"role": "user", "content": "hi"}]
 WRONG = {
     "n": [0, 65, -1, 1.5, "2", True, [1]],
+    "response_format": ["json", {"type": "xml"}, [1]],
+    "structured_outputs": ["a", {}, {"regex": 1}, {"colour": "red"}],
     "temperature": [-0.1, 101, "hot", True, [0]],
     "top_p": [0, 1.1, -1, "all"],
     "top_k": [-2, 1.5, "4", 2**31],

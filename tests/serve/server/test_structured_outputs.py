@@ -93,6 +93,7 @@ def test_scores_of_forbidden_tokens_are_finite_numbers(served):
     ],
 )
 def test_what_cannot_be_enforced_is_refused_before_a_token(served, fields, param, message):
+    assert served.settled()
     steps = len(served.llm.engine.records)
     reply = served.post(CHAT, **TALK, **fields)
     error = reply.json["error"]
