@@ -25,7 +25,7 @@ MAX_RETRIES = 3  # of a trial whose worker process was lost, as Ray has for task
 MAX_STARTS = 5  # of a worker process that is lost before it answers, in a row on one place
 POLL_S = 0.5
 REFRESH_S = 2.0  # between looks for new nodes, and starts of lost workers
-PATIENCE_S = 30.0  # before a warning that no worker has started
+PATIENCE_S = 60.0  # before a warning that no worker has started
 
 
 @dataclasses.dataclass(frozen=True)
