@@ -67,7 +67,7 @@ def apart_from_times(folder):
     found = {}
     for record in lines(folder):
         if "trial" in record and record.get("metric") not in ("speed", "compilations"):
-            kept = {k: v for k, v in record.items() if k not in ("time", "seconds", "environment", "error")}
+            kept = {k: v for k, v in record.items() if k not in ("time", "seconds", "load", "environment", "error")}
             found.setdefault(record["trial"], []).append(kept)
     return found
 
