@@ -67,7 +67,8 @@ def apart_from_times(folder):
     found = {}
     for record in lines(folder):
         if "trial" in record and record.get("metric") not in ("speed", "compilations"):
-            kept = {k: v for k, v in record.items() if k not in ("time", "seconds", "load", "environment", "error")}
+            anew = ("time", "seconds", "load", "summary", "environment", "error")
+            kept = {k: v for k, v in record.items() if k not in anew}
             found.setdefault(record["trial"], []).append(kept)
     return found
 
