@@ -141,18 +141,8 @@ class ModelConfig:
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """The specification of each layer."""
-        same = (
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "soft_cap",
-            "sinks",
-            "qkv_bias",
-            "out_bias",
-            "qk_norm",
-            "alibi",
-        )
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, "latent")}
+        same = ("num_heads", "num_kv_heads", "head_dim", "soft_cap", "sinks", "qkv_bias", "out_bias", "qk_norm")
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, "alibi", "latent")}
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
         attention = functools.partial(AttentionSpec, scale=scale, **given)
         mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)
