@@ -3,7 +3,10 @@
 import ast
 import importlib
 import json
+import os
 import runpy
+import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -18,6 +21,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.kv.eviction.base import Cached
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.report import read_report, write_tables
+from tests.test_docs import parsed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
@@ -131,3 +135,33 @@ def test_the_method_of_the_readme_serves_a_model_and_its_file_is_an_experiment(k
     [output] = llm.generate("def main(" * 6, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 12 and llm.engine.memory.device.pool.num_used == 0
     llm.close()
+
+
+def test_the_job_array_runs_the_part_of_its_task(tmp_path):
+    array = {
+        f"SLURM_ARRAY_TASK_{name}": value for name, value in zip(("ID", "MIN", "MAX", "COUNT"), "5562", strict=True)
+    }
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    command = ["bash", EXAMPLES / "cluster/sweep.sbatch", "quickstart", "--dry-run"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **array, "PATH": path}, capture_output=True, text=True
+    )
+    of_one = subprocess.run(
+        [sys.executable, "-m", "ksana_jax", "run", "quickstart", "--dry-run", "--shard", "1/2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == of_one.returncode == 0 and "trials" in done.stderr
+    assert done.stderr == of_one.stderr
+
+
+def test_the_ray_job_runs_a_study_on_a_cluster_with_workers():
+    job = yaml.safe_load((EXAMPLES / "cluster/rayjob.yaml").read_text())
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[0] == "ksana" and parsed(words[1:]) == "run" and "ray" in words
+    groups = job["spec"]["rayClusterSpec"]
+    for group in (groups["headGroupSpec"], *groups["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert container["image"] and mounted == {volume["name"] for volume in group["template"]["spec"]["volumes"]}

@@ -20,7 +20,9 @@ def run(
     file: Experiment,
     overrides: Overrides = None,
     out: Out = None,
-    shard: Annotated[str, typer.Option(help="k/n: run the k-th of n parts, for job arrays")] = "1/1",
+    shard: Annotated[
+        str, typer.Option(help="k/n: run the k-th of n parts; slurm: the part of this task of a Slurm job array")
+    ] = "1/1",
     on: Annotated[str, typer.Option(help="where trials run: local (this process), or ray (a Ray cluster)")] = "local",
     ray_address: Annotated[
         str | None,

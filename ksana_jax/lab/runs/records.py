@@ -39,6 +39,7 @@ from ksana_jax.lab.runs import plain_json
 from ksana_jax.lab.runs.identity import recorded_id
 
 SCHEMA_VERSION = 1
+SLURM = "slurm"
 T = TypeVar("T")
 
 
@@ -51,15 +52,29 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Reads "k/n".
+        """Reads "k/n", or "slurm": this task's place in a Slurm job array, whatever number its first task has.
 
         Raises:
-          ConfigError: it is not two integers with 1 <= k <= n.
+          ConfigError: it is not two integers with 1 <= k <= n, or the array skips numbers.
         """
+        if text == SLURM:
+            return cls._of_slurm()
         k, _, n = text.partition("/")
         if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-            raise ConfigError(f"shard {text!r} is not k/n with 1 <= k <= n, for instance 1/4")
+            raise ConfigError(f"shard {text!r} is not k/n with 1 <= k <= n, for instance 1/4, nor slurm")
         return cls(int(k), int(n))
+
+    @classmethod
+    def _of_slurm(cls) -> Shard:
+        try:
+            this, first, last, count = (
+                int(os.environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "MAX", "COUNT")
+            )
+        except KeyError as error:
+            raise ConfigError(f"shard is slurm, and this is no task of a Slurm job array: {error} is not set") from None
+        if last - first + 1 != count:
+            raise ConfigError(f"shard is slurm, and the job array has {count} tasks from {first} to {last}; give k/n")
+        return cls(this - first + 1, count)
 
     def part_of(self, trials: Sequence[T]) -> list[T]:
         """Returns the trials of this part."""

@@ -227,6 +227,24 @@ def test_a_shard_that_is_none_is_refused(text):
         Shard.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("task", "tasks", "part"), [(0, (0, 3, 4), Shard(1, 4)), (3, (0, 3, 4), Shard(4, 4)), (5, (5, 6, 2), Shard(1, 2))]
+)
+def test_a_task_of_a_slurm_job_array_has_its_part(task, tasks, part, monkeypatch):
+    for name, value in zip(("ID", "MIN", "MAX", "COUNT"), (task, *tasks), strict=True):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(value))
+    assert Shard.parse("slurm") == part
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "9")
+    with pytest.raises(ConfigError, match=f"the job array has 9 tasks from {tasks[0]} to {tasks[1]}; give k/n"):
+        Shard.parse("slurm")
+
+
+def test_a_part_of_a_job_array_needs_one(monkeypatch):
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
+    with pytest.raises(ConfigError, match="no task of a Slurm job array: 'SLURM_ARRAY_TASK_ID' is not set"):
+        Shard.parse("slurm")
+
+
 def test_two_runs_on_one_folder_are_refused_with_the_pid_of_the_first(model, tmp_path):
     experiment = plan(small(model))
     with locked(tmp_path, Shard()), pytest.raises(ConfigError, match=f"in use by a run with pid {os.getpid()}"):
