@@ -15,7 +15,7 @@ HOST_HALF = "tokenizers kv scheduler methods"
 DEVICE_HALF = "native models ops sampling sharding loading runner"
 PACKAGES = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve lab extend cli __main__".split()
 INSIDE = {
-    "serve": "workload server router".split(),
+    "serve": "workload server router on_ray_serve".split(),
     "lab": "device_check recording recall simulator evaluation".split() + "runs calibration bench trace align".split(),
 }
 

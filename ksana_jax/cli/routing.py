@@ -38,9 +38,12 @@ def route(
     servers: Annotated[
         str | None, typer.Option(help="addresses of running servers, separated by commas", show_default=False)
     ] = None,
-    spawn: Annotated[int, typer.Option(help="servers to start, and to start again when they end")] = 0,
+    spawn: Annotated[
+        str,
+        typer.Option(help="servers to start, and to start again when they end; on Ray also a range, such as 1-4"),
+    ] = "0",
     on: Annotated[
-        str, typer.Option(help="where to start them: this machine (local), or a Ray cluster (ray)")
+        str, typer.Option(help="where to start them: this machine (local), or a Ray cluster (ray), by Ray Serve")
     ] = "local",
     ray_address: Annotated[str, typer.Option(help="with --on ray: HOST:PORT, auto or local")] = "auto",
     ray_resources: Annotated[
@@ -85,7 +88,7 @@ def route(
         raise ImportError(f"ksana route needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
     from ksana_jax.serve.router import RouterSettings
     from ksana_jax.serve.router.proxy import running
-    from ksana_jax.serve.router.proxy.spawning import LOCALHOST, STOP_S, LocalLauncher, serve_command
+    from ksana_jax.serve.router.proxy.spawning import LOCALHOST, STOP_S, LocalLauncher, read_replicas, serve_command
     from ksana_jax.tokenizers import load_tokenizer
 
     if model is not None and model.startswith("-"):
@@ -94,22 +97,25 @@ def route(
     twice = [address for index, address in enumerate(addresses) if address in addresses[:index]]
     if twice:
         raise ConfigError(f"server {twice[0]} is given twice")
-    if spawn < 0 or bool(spawn) != (model is not None):
+    least, most = (0, 0) if spawn == "0" else read_replicas(spawn)
+    if bool(least) != (model is not None):
         raise ConfigError("--spawn needs a number of servers, from 1, and a model, such as --spawn 4 ksana-tiny")
-    if spawn > MOST_SPAWNED:
-        raise ConfigError(f"--spawn is {spawn:,}, must be at most {MOST_SPAWNED:,} servers")
-    if bool(addresses) == bool(spawn):
+    if most > MOST_SPAWNED:
+        raise ConfigError(f"--spawn is {most:,}, must be at most {MOST_SPAWNED:,} servers")
+    if bool(addresses) == bool(least):
         raise ConfigError("give either --servers with their addresses, or --spawn with a number and a model")
     if on not in ("local", "ray"):
         raise ConfigError(f"--on is {on!r}, must be local or ray")
-    if (on == "local" or not spawn) and (ray_resources is not None or ray_address != "auto"):
+    if on == "local" and least < most:
+        raise ConfigError(f"--spawn is {spawn}: a number of servers that changes needs --on ray")
+    if (on == "local" or not least) and (ray_resources is not None or ray_address != "auto"):
         option = "--ray-address" if ray_resources is None else "--ray-resources"
         raise ConfigError(f"{option} needs --spawn and --on ray, which start servers on a Ray cluster")
     given = engine_settings or []
     engine = {} if model is None else _engine_settings(model, given)
     if options["tokenizer"] is not None:
         load_tokenizer(options["tokenizer"])  # raises if there is none; the model's own may be absent
-    server_key = running.new_key() if spawn else None
+    server_key = running.new_key() if least and on == "local" else None
     if server_api_key_file is not None:
         server_key = read_api_keys(server_api_key_file)[0]
     settings = ProxySettings(
@@ -125,19 +131,24 @@ def route(
         ttl_s=cache_ttl,
     )
     arguments = (model or "", given)
+    if on == "ray" and least:
+        from ksana_jax.engine.distributed.ray_connection import connected
+
+        with connected(ray_address):
+            from ksana_jax.serve import on_ray_serve
+
+            resources = read_setting("ray_resources", ray_resources)
+            host = LOCALHOST if ray_address == "local" else None
+            application = on_ray_serve.build(*arguments, settings, router, (least, most), resources, host)
+            return running.run(on_ray_serve.run(application, settings))
     with contextlib.ExitStack() as stack:
         launcher = None
-        if on == "ray" and spawn:
-            from ksana_jax.serve.router.proxy.on_ray import ray_launcher
-
-            own = (*arguments, server_key, settings.shutdown_timeout_s, LOCALHOST if ray_address == "local" else None)
-            resources = read_setting("ray_resources", ray_resources) or {}
-            launcher = stack.enter_context(ray_launcher(ray_address, own, resources, running.show))
-        elif spawn:
+        if least:
             key_file = stack.enter_context(running.key_file(server_key or ""))
             command = serve_command(*arguments, key_file, settings.shutdown_timeout_s)
             launcher = LocalLauncher(command, settings.shutdown_timeout_s + STOP_S, running.show)
-        running.run(running.route(settings, router, addresses, launcher, spawn))
+        running.run(running.route(settings, router, addresses, launcher, least))
+    return None
 
 
 def _engine_settings(model: str, given: list[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,40 +49,53 @@ async def route(
       ConfigError: a setting is invalid, servers serve different models, or those that are started here end at once.
     """
     stopping, aborting = asyncio.Event(), asyncio.Event()
-    with _handling(lambda: (aborting if stopping.is_set() else stopping).set()):
-        async with contextlib.AsyncExitStack() as stack:
-            fleet = await stack.enter_async_context(Fleet(settings, router_settings))
-            proxy = Proxy(fleet, _tokenizes(settings.tokenizer))
-            if settings.prefix_file is not None:
-                given = read_prefix_file(settings.prefix_file)
-                proxy.prefixes = ConfiguredPrefixes(fleet.router, given, servers)
-            if settings.index == EXACT:
-                EventFollower(fleet, proxy.reader, proxy.server_headers)
-            try:
-                url = await stack.enter_async_context(running(proxy))
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot listen on {settings.host} port {settings.port}: {system_reason(error)}"
-                ) from None
-            await asyncio.gather(*map(fleet.add, servers))
-            models = SameModel(proxy)
-            await models.check()
+    with handling(lambda: (aborting if stopping.is_set() else stopping).set()):
+        async with routing(settings, router_settings, servers) as (proxy, url), contextlib.AsyncExitStack() as stack:
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             if launcher is not None:
-                keeper = proxy.keeper = await stack.enter_async_context(Keeper(fleet, launcher, num_spawned))
+                keeper = proxy.keeper = await stack.enter_async_context(Keeper(proxy.fleet, launcher, num_spawned))
                 failed = keeper.failed
-            for watching in (_learn_tokenizer(proxy), models.watch(settings.probe_s)):
-                stack.callback(asyncio.create_task(watching).cancel)
-            if proxy.prefixes is not None:
-                stack.callback(asyncio.create_task(proxy.prefixes.tokenize(proxy.reader)).cancel)
             say(f"routing by {settings.policy} on {url} to {len(servers) + num_spawned} servers")
-            for server in fleet.servers.values():
+            for server in proxy.fleet.servers.values():
                 if server.trouble:
                     say(
                         f"server {server.name} is not ready: {server.trouble}; it is asked every {settings.probe_s:g} s"
                     )
             await _until(stopping, failed)
             await _end(proxy, aborting)
+
+
+@contextlib.asynccontextmanager
+async def routing(
+    settings: ProxySettings, router_settings: RouterSettings | None = None, servers: Sequence[str] = ()
+) -> AsyncIterator[tuple[Proxy, str]]:
+    """Serves while the context is open; yields the proxy, whose fleet takes further servers, and its address.
+
+    Raises:
+      ConfigError: see `route`.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(Fleet(settings, router_settings))
+        proxy = Proxy(fleet, _tokenizes(settings.tokenizer))
+        if settings.prefix_file is not None:
+            given = read_prefix_file(settings.prefix_file)
+            proxy.prefixes = ConfiguredPrefixes(fleet.router, given, servers)
+        if settings.index == EXACT:
+            EventFollower(fleet, proxy.reader, proxy.server_headers)
+        try:
+            url = await stack.enter_async_context(running(proxy))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {settings.host} port {settings.port}: {system_reason(error)}"
+            ) from None
+        await asyncio.gather(*map(fleet.add, servers))
+        models = SameModel(proxy)
+        await models.check()
+        for watching in (_learn_tokenizer(proxy), models.watch(settings.probe_s)):
+            stack.callback(asyncio.create_task(watching).cancel)
+        if proxy.prefixes is not None:
+            stack.callback(asyncio.create_task(proxy.prefixes.tokenize(proxy.reader)).cancel)
+        yield proxy, url
 
 
 def say(text: str) -> None:
@@ -157,7 +170,8 @@ def key_file(key: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _handling(stop: Callable[[], None]) -> Iterator[None]:
+def handling(stop: Callable[[], None]) -> Iterator[None]:
+    """Calls `stop` at each SIGTERM and Ctrl-C while the context is open."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop)

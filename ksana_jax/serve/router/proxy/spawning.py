@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.router.proxy.launching import INVALID, EndedServer
 
 STOP_S = 10.0  # beyond a server's own time for running requests
@@ -106,11 +107,24 @@ def ended_with(code: int, last: str) -> EndedServer:
 
 
 def serve_command(
-    model: str, settings: Sequence[str], key_file: Path, shutdown_timeout_s: float, host: str = LOCALHOST
+    model: str, settings: Sequence[str], key_file: Path | None, shutdown_timeout_s: float, host: str = LOCALHOST
 ) -> list[str]:
     """Returns the command of a server without its port; see `ksana serve`."""
-    command = [sys.executable, "-m", "ksana_jax", "serve", model, *settings, "--api-key-file", str(key_file)]
+    key = () if key_file is None else ("--api-key-file", str(key_file))
+    command = [sys.executable, "-m", "ksana_jax", "serve", model, *settings, *key]
     return [*command, "--host", host, "--shutdown-timeout", str(shutdown_timeout_s)]
+
+
+def read_replicas(text: str) -> tuple[int, int]:
+    """Returns the least and the most servers of "4" or "1-4".
+
+    Raises:
+      ConfigError: it is neither.
+    """
+    least, _, most = text.partition("-")
+    if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
+        raise ConfigError(f"servers are {text!r:.40}, must be a number from 1, or a range such as 1-4")
+    return int(least), int(most or least)
 
 
 def free_port(host: str = LOCALHOST) -> int:

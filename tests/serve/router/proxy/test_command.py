@@ -31,6 +31,8 @@ ROUTE = {
     "settings of servers of others": ((*SERVERS, "block_size=8"), "--spawn needs a number of servers, from 1, and a"),
     "spawn without a model": (("--spawn", "2"), "--spawn needs a number of servers, from 1, and a model"),
     "no servers to start": (("--spawn", "0", "ksana-tiny"), "--spawn needs a number of servers, from 1, and a model"),
+    "servers that are none": (("--spawn", "4-2", "ksana-tiny"), "servers are '4-2', must be a number from 1, or a range"),
+    "a range on this machine": (("--spawn", "1-4", "ksana-tiny"), "--spawn is 1-4: a number of servers that changes needs"),
     "too many to start": (("--spawn", "1000000000", "ksana-tiny"), "--spawn is 1,000,000,000, must be at most 10,000"),
     "Ray without Ray": ((*SPAWN, "--ray-resources", "{num_cpus: 2}"), "--ray-resources needs --spawn and --on ray"),
     "Ray without servers": ((*SERVERS, "--on", "ray", "--ray-address", "a:1"), "--ray-address needs --spawn and --on"),
