@@ -139,7 +139,7 @@ class Server:
 
 
 # Called with the addresses of all running replicas when they change, in any thread.
-_watchers: list[Callable[[Sequence[str]], None]] = []
+_watchers: list[Callable[[Sequence[str]], object]] = []
 
 
 class ServerList(RequestRouter):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
 
 from ksana_jax.serve.router import NoServer, RoutedRequest, Router, RouterSettings, hashes_of
@@ -69,7 +70,7 @@ class PolicyRouter(RequestRouter):
 
     def _routed(self, pending: Any) -> RoutedRequest:
         """Returns a call as the policies see it; without a prompt that can be read, as one of a single token."""
-        number, ids = pending.metadata.internal_request_id, ()
+        number, ids = pending.metadata.internal_request_id, np.zeros(0, np.int32)
         body = next((one for one in (*pending.args, *pending.kwargs.values()) if isinstance(one, Mapping)), {})
         try:
             if isinstance(prompt := body.get("prompt"), str):
