@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ logger = logging.getLogger("ksana_jax")
 # Seconds for a collective to notice that the job has failed, and for a failed collective to learn why.
 GRACE_S = 3.0
 _LEAVE_S = 5.0
+# Of the store of a jax.distributed that runs already, where process 0 leaves its address; how long others wait for it.
+_ADDRESS_KEY, _ADDRESS_MS = "ksana_jax/address", 300_000
 _lock = threading.Lock()
 _job: Job | None = None
 
@@ -42,12 +45,14 @@ class Job:
     Attributes:
       lock: held from sending something until this process has started it too, so that all have one order.
       failure: why the job has ended; None if it has not.
+      started_jax: whether jax.distributed has been started for this job, and did not run before.
     """
 
     def __init__(self, setting: HostsSetting, peers: list[Peer]):
         self.setting, self.peers, self._process = setting, peers, os.getpid()
         self.lock = threading.RLock()
         self.failure: str | None = None
+        self.started_jax = False
         self.service: Any = None  # the process of `service`, which ends when this one does
         self._failed, self._changing = threading.Event(), threading.Lock()
         self._waiting: dict[int, float] = {}  # thread: start of its wait for other processes
@@ -198,7 +203,8 @@ class Job:
             for peer in self.peers:
                 with contextlib.suppress(Closed):
                     peer.channel.send({"bye": True})
-        forget_jax()
+        if self.started_jax:
+            forget_jax()
         for peer in self.peers:
             peer.channel.close()
 
@@ -230,15 +236,44 @@ def join(given: Any, device: Any, kinds: Iterable[type]) -> Job:
         if _job is not None:
             _check_same(_job, given)
             return _job
-        from jax._src import distributed, xla_bridge
-
-        if xla_bridge.backends_are_initialized() or distributed.global_state.client is not None:
-            raise ConfigError("distributed: jax has already started; the engine must come before its first use")
-        setting = detected() if given == AUTO else HostsSetting.read(given)
-        assert isinstance(setting, HostsSetting)
+        setting = _read(given)
         job = _lead(setting, device, kinds) if setting.process_id == 0 else _follow(setting, kinds)
         _job = job
         return job
+
+
+def _read(given: Any) -> HostsSetting:
+    """Returns the setting of this process; with auto, that of the jax.distributed that runs in it, if one does."""
+    from jax._src import distributed, xla_bridge
+
+    runs = distributed.global_state.client is not None
+    if runs and given == AUTO:
+        return _of_running_jax()
+    if runs or xla_bridge.backends_are_initialized():
+        what = "where jax.distributed runs, give auto" if runs else "the engine must come before its first use"
+        raise ConfigError(f"distributed: jax has already started; {what}")
+    setting = detected() if given == AUTO else HostsSetting.read(given)
+    assert isinstance(setting, HostsSetting)
+    return setting
+
+
+def _of_running_jax() -> HostsSetting:
+    """Returns a setting for the processes of the jax.distributed that runs; process 0 listens on another port."""
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    if state.num_processes < 2:
+        raise ConfigError("distributed is auto, and jax.distributed runs with one process")
+    if state.process_id == 0:
+        host = state.coordinator_address.rpartition(":")[0]
+        with socket.create_server(
+            (host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ) as free:
+            address = f"{host}:{free.getsockname()[1]}"
+        state.client.key_value_set(_ADDRESS_KEY, address)
+    else:
+        address = state.client.blocking_key_value_get(_ADDRESS_KEY, _ADDRESS_MS)
+    return HostsSetting(address, state.num_processes, state.process_id)
 
 
 def _check_same(job: Job, given: Any) -> None:
@@ -250,9 +285,12 @@ def _check_same(job: Job, given: Any) -> None:
 def _lead(setting: HostsSetting, device: Any, kinds: Iterable[type]) -> Job:
     peers = rendezvous.gather(setting, kinds)
     job = Job(setting, peers)
-    address, job.service = service.start(setting.address[0], setting.num_processes)
+    address = None  # jax runs
+    if not _jax_runs():
+        address, job.service = service.start(setting.address[0], setting.num_processes)
     job.send({"service": address, "device": device})
-    _start_jax(job, address, device, setting.address[0])
+    if address is not None:
+        _start_jax(job, address, device, setting.address[0])
     return job
 
 
@@ -264,10 +302,12 @@ def _follow(setting: HostsSetting, kinds: Iterable[type]) -> Job:
         raise ConfigError(f"{leader} is gone: {error}") from error
     if isinstance(welcome, dict) and "refused" in welcome:
         raise ConfigError(f"process 0 at {leader.name} refused process {setting.process_id}: {welcome['refused']}")
-    if not isinstance(welcome, dict) or not isinstance(welcome.get("service"), str) or "device" not in welcome:
+    expected = type(None) if _jax_runs() else str
+    if not isinstance(welcome, dict) or type(welcome.get("service", 0)) is not expected or "device" not in welcome:
         raise ConfigError(f"what answers at {leader.name} is not process 0 of this job")
     job = Job(setting, [leader])
-    _start_jax(job, welcome["service"], welcome["device"], leader.channel.socket.getsockname()[0])
+    if welcome["service"] is not None:
+        _start_jax(job, welcome["service"], welcome["device"], leader.channel.socket.getsockname()[0])
     return job
 
 
@@ -281,7 +321,7 @@ def _start_jax(job: Job, address: str, device: Any, own_address: str) -> None:
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-    setting, state = job.setting, distributed.global_state
+    setting, state, job.started_jax = job.setting, distributed.global_state, True
     with job.together():
         state.process_id, state.num_processes, state.coordinator_address = (
             setting.process_id,
@@ -302,6 +342,12 @@ def _start_jax(job: Job, address: str, device: Any, own_address: str) -> None:
         xla_bridge.register_backend_factory("cpu", cpu_client, priority=0, fail_quietly=False)
         use_device(device)
         jax.devices()
+
+
+def _jax_runs() -> bool:
+    from jax._src import distributed
+
+    return distributed.global_state.client is not None
 
 
 def forget_jax() -> None:

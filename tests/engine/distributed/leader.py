@@ -93,5 +93,16 @@ def forever(model: str, address: str) -> None:
             return
 
 
+def running(model: str, address: str, process_id: str) -> None:
+    """A program of all processes in which jax.distributed runs before it makes an engine."""
+    import jax
+
+    jax.distributed.initialize(address, 2, int(process_id))
+    say(devices=jax.device_count())
+    several = LLM(model, tensor_parallel_size=2, distributed="auto", **SETTINGS)
+    one = LLM(model, **SETTINGS)
+    say(several=tokens(several, MIXED), one=tokens(one, MIXED))
+
+
 if __name__ == "__main__":
-    {"everything": everything, "forever": forever}[sys.argv[1]](*sys.argv[2:])
+    {"everything": everything, "forever": forever, "running": running}[sys.argv[1]](*sys.argv[2:])

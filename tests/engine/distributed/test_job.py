@@ -76,3 +76,14 @@ def test_a_welcome_of_another_form_is_one_clear_error(welcome, monkeypatch):
     monkeypatch.setattr(job.rendezvous, "reach", lambda *given: Peer(0, "a:1", Talking(welcome)))
     with pytest.raises(ConfigError, match="what answers at a:1 is not process 0 of this job"):
         job._follow(HostsSetting("127.0.0.1:1", 2, 1), ())
+
+
+def test_where_jax_runs_already_the_setting_is_auto(monkeypatch):
+    from jax._src import distributed
+
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    monkeypatch.setattr(distributed.global_state, "num_processes", 1)
+    with pytest.raises(ConfigError, match=r"jax has already started; where jax\.distributed runs, give auto$"):
+        job._read({"coordinator_address": "127.0.0.1:1", "num_processes": 2, "process_id": 0})
+    with pytest.raises(ConfigError, match=r"jax\.distributed runs with one process"):
+        job._read("auto")

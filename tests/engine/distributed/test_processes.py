@@ -140,3 +140,15 @@ def test_the_same_command_in_each_process(model):
             if not printed:
                 assert "it was given max_num_seqs 2, process 0 1" in err.splitlines()[-1]
             assert follows.communicate(timeout=20) == ("", "") and follows.returncode == 0
+
+
+def test_programs_in_which_jax_runs_already_share_an_engine(model):
+    address = f"127.0.0.1:{free_port()}"
+    program = [sys.executable, "-m", "tests.engine.distributed.leader", "running", str(model), address]
+    with processes([*program, "0"], [*program, "1"]) as (leads, follows):
+        output, errors = leads.communicate(timeout=300)
+        assert leads.returncode == 0, errors[-2000:]
+        assert follows.wait(60) == 0, follows.stderr.read()[-2000:]
+        first, last = map(json.loads, output.splitlines())
+        assert first == {"devices": 2} and last["several"] == last["one"]
+        assert [json.loads(line) for line in follows.stdout] == [first]
