@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -165,3 +166,17 @@ def test_the_ray_job_runs_a_study_on_a_cluster_with_workers():
         (container,) = group["template"]["spec"]["containers"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert container["image"] and mounted == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+
+
+def test_manifests_of_one_model_on_two_machines_run_a_command_that_exists():
+    script = (EXAMPLES / "cluster/one-model.sbatch").read_text()
+    command = re.search(r"^srun \S+ ksana (serve .*)$", script, re.M)[1].replace('"$@"', "ksana-tiny")
+    job = yaml.safe_load((EXAMPLES / "cluster/jobset.yaml").read_text())["spec"]["replicatedJobs"][0]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    name, *words = container["args"]
+    for given in (shlex.split(command), words):
+        assert parsed(given) == "serve" and {"distributed=auto", "tensor_parallel_size=16"} <= {*given}
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert name == "ksana" and spec["completions"] == spec["parallelism"] and spec["completions"] * gpus == 16
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in spec["template"]["spec"]["volumes"]}
