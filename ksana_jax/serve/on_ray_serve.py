@@ -50,7 +50,7 @@ FULL_POOL = 0.9
 HEALTH_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 NAME = "ksana"
 MOST_STARTS = 3  # of a server that ends before it is ready
-# Of one connection alone; the proxy sets its own.
+# Headers of one connection alone; the proxy sets its own.
 HOP_BY_HOP = {"connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding", "upgrade"}
 
 

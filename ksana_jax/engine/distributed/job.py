@@ -30,7 +30,7 @@ logger = logging.getLogger("ksana_jax")
 # Seconds for a collective to notice that the job has failed, and for a failed collective to learn why.
 GRACE_S = 3.0
 _LEAVE_S = 5.0
-# Of the store of a jax.distributed that runs already, where process 0 leaves its address; how long others wait for it.
+# Key of process 0's address in the store of a jax.distributed that runs already, and how long others wait for it.
 _ADDRESS_KEY, _ADDRESS_MS = "ksana_jax/address", 300_000
 _lock = threading.Lock()
 _job: Job | None = None
@@ -45,7 +45,7 @@ class Job:
     Attributes:
       lock: held from sending something until this process has started it too, so that all have one order.
       failure: why the job has ended; None if it has not.
-      started_jax: whether jax.distributed has been started for this job, and did not run before.
+      started_jax: True if jax.distributed has been started for this job, and did not run before.
     """
 
     def __init__(self, setting: HostsSetting, peers: list[Peer]):

@@ -1,4 +1,4 @@
-"""The router's policies inside a Ray Serve application of somebody else, by Serve's interface of request routers.
+"""The router's policies inside a Ray Serve application of your own, by Serve's interface of request routers.
 
     serve.deployment(request_router_config=RequestRouterConfig(
         request_router_class="ksana_jax.serve.router.ray_serve_router:PolicyRouter",
