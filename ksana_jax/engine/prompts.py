@@ -96,8 +96,8 @@ def _read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> RequestInput:
     if unknown := sorted(map(str, set(prompt) - {*_KEYS})):
         raise ValueError(f"a prompt has unknown keys {', '.join(unknown)}; it takes {', '.join(_KEYS)}")
     salt = prompt.get("cache_salt") or ""
-    if not isinstance(salt, str):
-        raise ValueError(f"cache_salt is a {type(salt).__name__}, must be a string")
+    if not isinstance(salt, str) or "\0" in salt:  # which divides it from an adapter's or steering's
+        raise ValueError(f"cache_salt is {salt!r:.80}, must be a string without NUL")
     ids, text = _read_part("prompt", prompt, tokenizer)
     if not {"question", "question_token_ids"} & {*prompt}:
         return RequestInput(ids, SamplingParams(), text, salt)

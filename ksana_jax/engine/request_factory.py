@@ -105,8 +105,6 @@ class RequestFactory:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self._vocab_size:
             raise ValueError(f"prompt has token id {low if low < 0 else high}, ids go from 0 to {self._vocab_size - 1}")
-        if "\0" in asked.cache_salt:
-            raise ValueError("cache_salt has a NUL character, which ends the parts of a salt")
         bad_words = self._check_params(params)
         if params.detokenize and self.tokenizer is None:
             raise ValueError("this engine has no tokenizer: set detokenize=False")

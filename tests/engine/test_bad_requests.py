@@ -61,7 +61,7 @@ PROMPTS = {
     "ids of two dimensions": ({"prompt_token_ids": [[1, 2]]}, r"not int64 of shape \(1, 2\)"),
     "no ids of two dimensions": ({"prompt_token_ids": [[]]}, NO_IDS),
     "an empty dict": ({}, "prompt has no text"),
-    "a salt like those of adapters": ({"prompt": "a", "cache_salt": "lora x\0"}, "cache_salt has a NUL character"),
+    "a salt like those of adapters": ({"prompt": "a", "cache_salt": "lora x\0"}, "must be a string without NUL"),
     "unknown keys": ({"prompt": "a", "text": "b", 7: 1}, "unknown keys 7, text; .*question_token_ids, cache_salt"),
     "a question alone": ({"question": "a"}, "prompt has no text"),
     "a question of no tokens": ({"prompt": "a", "question": ""}, "question is empty: at least one token is needed"),
