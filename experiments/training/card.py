@@ -43,9 +43,9 @@ def model_card(config: TrainConfig, log: str) -> str:
     ]
     lines = [f"# {Path(config.out_dir).name}", ""]
     lines += _wrapped(
-        f"A {'Llama' if model.latent is None else 'Youtu-LLM'} model of {num_params(shape):,} parameters, trained by ksana_jax on the source files of the Python "
-        "standard library, to show on any machine how windows, sinks and eviction affect a trained model. It generates "
-        "text that looks like Python, and has no other use."
+        f"A {'Llama' if model.latent is None else 'Youtu-LLM'} model of {num_params(shape):,} parameters, trained by "
+        "ksana_jax on the source files of the Python standard library, to show on any machine how windows, sinks and "
+        "eviction affect a trained model. It generates text that looks like Python, and has no other use."
     )
     lines.append("")
     for fact in facts:

@@ -58,7 +58,7 @@ def _hidden_states(params: Params, config: ModelConfig, texts: jax.Array) -> lis
 
 def _layer(p: LayerParams, found: ModelConfig, wanted: ModelConfig, x: jax.Array) -> LayerParams:
     latent, d, kv, pairs = wanted.latent, found.d_model, found.num_kv_heads, found.head_dim // 2
-    assert latent is not None
+    assert latent is not None and p.attn_norm is not None
     fast, group = latent.rotated // 2, found.num_heads // kv
     x = rms_norm(x, p.attn_norm, found.norm_eps).reshape(-1, d)
     of_tokens = x.T @ x / len(x)  # [D, D]

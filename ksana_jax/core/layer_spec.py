@@ -129,7 +129,7 @@ class LatentSpec:
 
 
 def rotated_part(rank: int, rotated: int) -> float:
-    """Returns the `RopeConfig.partial_rotary_factor` of latents, rounded up, so that its product is not below `rotated`."""
+    """Returns the `RopeConfig.partial_rotary_factor` of latents, rounded up: its product is at least `rotated`."""
     return math.nextafter(rotated / (rank + rotated), 1)
 
 

@@ -105,8 +105,8 @@ def test_a_trained_model_of_latents_is_read_back(tmp_path):
     export_hf(tmp_path, config, params)
     found, read = load_model(tmp_path)
     assert (found.family, found.latent) == ("youtu", config.latent)
-    both = (dense_logits(p, TEXTS[:1], config=c) for p, c in ((params, config), (read, found)))
-    np.testing.assert_array_equal(*both)
+    ours, theirs = (dense_logits(p, jnp.asarray(TEXTS[:1]), config=c) for p, c in ((params, config), (read, found)))
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_more_kv_heads_start_as_copies_that_compute_the_same():
@@ -114,8 +114,8 @@ def test_more_kv_heads_start_as_copies_that_compute_the_same():
     config = TrainConfig(init_from="ksana-tiny", model=shape)
     params, wanted = first_params(config), config.model_config()
     found, base = load_model("ksana-tiny")
-    ours, theirs = (dense_logits(p, TEXTS[:1], config=c) for p, c in ((params, wanted), (base, found)))
-    assert params.layers[0].w_k.shape == (256, 192)
+    ours, theirs = (dense_logits(p, jnp.asarray(TEXTS[:1]), config=c) for p, c in ((params, wanted), (base, found)))
+    assert np.shape(params.layers[0].w_k) == (256, 192)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
