@@ -193,6 +193,8 @@ class TrainConfig:
             found.append(problem)
         elif factor > 1 and self.model.sinks is not None:
             found.append(f"cla_share_factor {factor} does not go with sinks {self.model.sinks!r}: no family has both")
+        elif problems_of_latents := self._latent_problems():
+            found += problems_of_latents
         elif self.lora is None:
             found = self.model_config().problems() + found
         else:
@@ -213,6 +215,15 @@ class TrainConfig:
         if found:
             raise ConfigError("; ".join(found))
         return self
+
+    def _latent_problems(self) -> list[str]:
+        shape = self.model
+        if shape.latent is None:
+            return []
+        latent = LatentSpec(**dataclasses.asdict(shape.latent))
+        others = {"cla_share_factor": shape.cla_share_factor > 1, "sinks": shape.sinks is not None}
+        alone = [f"latent does not go with {name}: no family has both" for name, given in others.items() if given]
+        return latent.problems(1, latent.head_dim) + alone
 
     def _lora_problems(self, lora: LoraSettings) -> list[str]:
         problems = [
