@@ -72,7 +72,6 @@ def test_the_config_of_the_embedded_model_is_sound():
         ("model: {latent: {rank: 0}}", "latent rank is 0, must be an integer from 1"),
         ("model: {latent: {rotated: 7}}", "latent rotated is 7, must be even"),
         ("model: {latent: {}, sinks: zero}", "latent does not go with sinks: no family has both"),
-        ("model: {latent: {}, cla_share_factor: 2}", "latent does not go with cla_share_factor: no family has both"),
         ("budget_s: null", "neither num_steps nor budget_s"),
         ("compute_dtype: f16", "compute_dtype is 'f16'"),
         ("vocab_size: 200", "vocab_size is 200"),

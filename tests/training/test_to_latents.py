@@ -12,7 +12,7 @@ from experiments.training.settings import LatentShape, ModelShape, TrainConfig
 from experiments.training.start import first_params
 from experiments.training.to_latents import to_latents
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.loading import export_hf, load_model
+from ksana_jax.loading import load_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import init_params
 from tests.training.test_step import reference_loss
@@ -94,24 +94,12 @@ def test_loss_and_gradients_of_latents_are_those_of_the_model():
     ours = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, TEXTS, targets, config=config, dtype=jnp.float32)))
     loss, grads = ours(params)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    for (path, mine), theirs in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
-        difference = float(jnp.linalg.norm(mine - theirs) / jnp.linalg.norm(theirs))
-        assert difference < 1e-4, f"{jax.tree_util.keystr(path)}: {difference}"
-
-
-def test_a_trained_model_of_latents_is_read_back(tmp_path):
-    config = of_latents(12)
-    params = init_params(config, seed=1, std=0.2)
-    export_hf(tmp_path, config, params)
-    found, read = load_model(tmp_path)
-    assert (found.family, found.latent) == ("youtu", config.latent)
-    ours, theirs = (dense_logits(p, jnp.asarray(TEXTS[:1]), config=c) for p, c in ((params, config), (read, found)))
-    np.testing.assert_array_equal(ours, theirs)
+    for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert float(jnp.linalg.norm(mine - theirs) / jnp.linalg.norm(theirs)) < 1e-4
 
 
 def test_more_kv_heads_start_as_copies_that_compute_the_same():
-    shape = ModelShape(num_kv_heads=4)
-    config = TrainConfig(init_from="ksana-tiny", model=shape)
+    config = TrainConfig(init_from="ksana-tiny", model=ModelShape(num_kv_heads=4))
     params, wanted = first_params(config), config.model_config()
     found, base = load_model("ksana-tiny")
     ours, theirs = (dense_logits(p, jnp.asarray(TEXTS[:1]), config=c) for p, c in ((params, wanted), (base, found)))
