@@ -31,17 +31,17 @@ def _visible(rows: int, num_keys: int, start: int) -> jax.Array:
     return jnp.arange(num_keys) <= positions[:, None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend_block(q, k, v, sinks, start: int):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend_block(q, k, v, sinks, start: int, scale: float):
     """Attends queries [batch, K, G*Q, H] at positions start .. C-1 to keys and values [batch, K, C, H].
 
     sinks: [K, G*Q] float32 sink logit of each query, or None.
     """
-    return _block_forward(q, k, v, sinks, start)[0]
+    return _block_forward(q, k, v, sinks, start, scale)[0]
 
 
-def _block_forward(q, k, v, sinks, start):
-    scores = _dot(q, k, 3) * q.shape[-1] ** -0.5
+def _block_forward(q, k, v, sinks, start, scale):
+    scores = _dot(q, k, 3) * scale
     scores = jnp.where(_visible(q.shape[2], k.shape[2], start), scores, -jnp.inf)
     log_sum = jax.nn.logsumexp(scores, axis=-1)
     if sinks is not None:
@@ -51,9 +51,9 @@ def _block_forward(q, k, v, sinks, start):
     return out, (q, k, v, sinks, log_sum, out)
 
 
-def _block_backward(start, saved, grad):
+def _block_backward(start, scale, saved, grad):
     q, k, v, sinks, log_sum, out = saved
-    scale, visible = q.shape[-1] ** -0.5, _visible(q.shape[2], k.shape[2], start)
+    visible = _visible(q.shape[2], k.shape[2], start)
     # Softmax: d scores = p (d p - sum_c p d p), and that sum over keys equals out . grad. A sink logit's d p is 0.
     mean = jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=-1)
     weights = jnp.where(visible.T, jnp.exp(_dot(k, q, 3) * scale - log_sum[..., None, :]), 0.0)  # [.., C, G*Q]
@@ -79,6 +79,7 @@ def training_attend(
     sink_logits: Sequence[jax.Array | None],
     kv_layers: Sequence[int] | None = None,
     block: int = 128,
+    scale: float | None = None,
 ) -> Attend:
     """Returns dense causal attention over [batch, length] tokens at positions 0, 1, ...; softmax in float32.
 
@@ -86,6 +87,7 @@ def training_attend(
       sink_logits: [N] of each layer (`models.params.sink_logits`), or None.
       kv_layers: see `ModelConfig.kv_layers`.
       block: number of queries in a block.
+      scale: of scores; None takes 1 / sqrt(head_dim).
     """
     angles = rope.angles(jnp.arange(length))
     held: dict[int, tuple[jax.Array, jax.Array]] = {}  # by layer, for those that read them
@@ -98,6 +100,7 @@ def training_attend(
         sinks = sink_logits[layer]
         batch, _, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
+        factor = scale or head_dim**-0.5
         q = q.reshape(batch, length, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [batch, K, G, T, H]
         outs: list[jax.Array] = []
         for start in range(0, length, block):
@@ -106,7 +109,7 @@ def training_attend(
             of_rows = None
             if sinks is not None:
                 of_rows = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), end - start, axis=1)
-            out = jnp.asarray(_attend_block(q_block, k[:, :, :end], v[:, :, :end], of_rows, start))
+            out = jnp.asarray(_attend_block(q_block, k[:, :, :end], v[:, :, :end], of_rows, start, factor))
             outs.append(out.reshape(batch, num_kv_heads, -1, end - start, head_dim))
         out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4)
         return out.reshape(batch, length, num_heads, head_dim), state

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from experiments.training.recall_mix import KINDS
-from experiments.training.settings import TrainConfig
+from experiments.training.settings import ModelShape, TrainConfig
 from experiments.training.sink_measures import EPSILON, SPAN
 from ksana_jax.models.params import num_params
 
@@ -27,9 +27,8 @@ def model_card(config: TrainConfig, log: str) -> str:
     shape, model = config.model_config(), config.model
     steps, tokens, seconds = (records[-1][name] if records else 0 for name in ("step", "tokens", "elapsed_s"))
     facts = [
-        f"Shape: {model.num_layers} layers, width {model.d_model}, {model.num_heads} query and {model.num_kv_heads} "
-        f"key/value heads of {model.head_dim}, SwiGLU {model.d_ff}, RoPE {model.rope_theta:g}, tied embeddings."
-        + _shared(model.cla_share_factor),
+        f"Shape: {model.num_layers} layers, width {model.d_model}, {_heads(model)}, SwiGLU {model.d_ff}, RoPE "
+        f"{model.rope_theta:g}, tied embeddings." + _shared(model.cla_share_factor),
         f"Context: {config.context} tokens. The beginning-of-text token is at position 0 of "
         f"{'every' if config.bos else 'no'} training sequence, and no sequence crosses a file.{_SINKS[model.sinks]}",
         f"Tokenizer: SentencePiece BPE with {config.vocab_size} pieces and byte fallback; encoding is lossless. "
@@ -44,9 +43,9 @@ def model_card(config: TrainConfig, log: str) -> str:
     ]
     lines = [f"# {Path(config.out_dir).name}", ""]
     lines += _wrapped(
-        f"A Llama model of {num_params(shape):,} parameters, trained by ksana_jax on the source files of the Python "
-        "standard library, to show on any machine how windows, sinks and eviction affect a trained model. It generates "
-        "text that looks like Python, and has no other use."
+        f"A {'Llama' if model.latent is None else 'Youtu-LLM'} model of {num_params(shape):,} parameters, trained by "
+        "ksana_jax on the source files of the Python standard library, to show on any machine how windows, sinks and "
+        "eviction affect a trained model. It generates text that looks like Python, and has no other use."
     )
     lines.append("")
     for fact in facts:
@@ -58,6 +57,13 @@ def model_card(config: TrainConfig, log: str) -> str:
         "The training text is the Python Software Foundation's, under the PSF License; none of it is included here."
     )
     return "\n".join(lines) + "\n"
+
+
+def _heads(model: ModelShape) -> str:
+    if (latent := model.latent) is None:
+        return f"{model.num_heads} query and {model.num_kv_heads} key/value heads of {model.head_dim}"
+    sizes = f"{latent.plain} plain and {latent.rotated} rotated numbers, values of {latent.value}"
+    return f"{model.num_heads} heads of {sizes}, latents of {latent.rank} and {latent.rotated} numbers"
 
 
 def _shared(factor: int) -> str:

@@ -134,7 +134,7 @@ class _Run:
             num_params(self._model) / 1e6,
             self._batches.steps_per_epoch,
         )
-        params, self._base = first_params(config), None
+        params, self._base = first_params(config, self._batches), None
         if config.lora is not None:
             self._base, params = params, first_adapter(config.lora, self._model, config.seed)
         self.state, self._saved = init_state(config, params), Progress()

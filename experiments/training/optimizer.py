@@ -82,7 +82,8 @@ def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -
     """Computes logits [batch, T, V] in float32 of texts [batch, T] under full attention, in the weights' dtype."""
     length, spec = tokens.shape[-1], config.layers[0].attention
     sinks = [sink_logits(p, layer.attention) for p, layer in zip(params.layers, config.layers, strict=True)]
-    attend = training_attend(make_rope(spec.rope, spec.head_dim, length), length, sinks, config.kv_layers)
+    rope = make_rope(spec.rope, spec.head_dim, length)
+    attend = training_attend(rope, length, sinks, config.kv_layers, scale=spec.scale)
     hidden, _ = forward(params, tokens, attend, None, config=config, operators=Operators(linear))
     return logits(params, hidden, config=config, linear=linear)
 

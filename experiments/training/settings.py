@@ -14,9 +14,19 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import LatentSpec, RopeConfig, rotated_part
 from ksana_jax.core.shared_kv import shared_by
 from ksana_jax.core.yaml_numbers import check_numbers
+
+
+@dataclasses.dataclass
+class LatentShape:
+    """Sizes of latents, see `ksana_jax.core.layer_spec.LatentSpec`."""
+
+    rank: int = 56
+    rotated: int = 8
+    plain: int = 16
+    value: int = 16
 
 
 @dataclasses.dataclass
@@ -25,6 +35,8 @@ class ModelShape:
 
     cla_share_factor: layers in a row that share the keys and values of the first of them (arXiv:2405.12981); 2 halves
     the bytes of a token.
+    latent: trains multi-head latent attention, as a model of the family youtu; num_kv_heads and head_dim are then 1 and
+    a latent's.
     """
 
     d_model: int = 192
@@ -36,6 +48,7 @@ class ModelShape:
     rope_theta: float = 10_000.0
     sinks: str | None = None
     cla_share_factor: int = 1
+    latent: LatentShape | None = None
 
 
 @dataclasses.dataclass
@@ -125,11 +138,18 @@ class TrainConfig:
         shape = dataclasses.asdict(self.model)
         theta, kv_layers = shape.pop("rope_theta"), _kv_layers(shape)
         own_format = "llama" if self.model.sinks is None else "llama_sinks"
+        family, rope = own_format if kv_layers is None else "llama_cla", RopeConfig(theta=theta)
+        if (sizes := shape.pop("latent")) is not None:
+            latent = LatentSpec(**sizes)
+            part = rotated_part(latent.rank, latent.rotated)
+            family, rope = "youtu", dataclasses.replace(rope, partial_rotary_factor=part)
+            scale = (latent.plain + latent.rotated) ** -0.5
+            shape |= {"latent": latent, "num_kv_heads": 1, "head_dim": latent.head_dim, "attention_scale": scale}
         return ModelConfig(
-            family=own_format if kv_layers is None else "llama_cla",
+            family=family,
             kv_layers=kv_layers,
             vocab_size=self.vocab_size,
-            rope=RopeConfig(theta=theta),
+            rope=rope,
             tie_embeddings=True,
             max_position=self.context,
             bos_id=1 if self.bos else None,
@@ -173,6 +193,8 @@ class TrainConfig:
             found.append(problem)
         elif factor > 1 and self.model.sinks is not None:
             found.append(f"cla_share_factor {factor} does not go with sinks {self.model.sinks!r}: no family has both")
+        elif problems_of_latents := self._latent_problems():
+            found += problems_of_latents
         elif self.lora is None:
             found = self.model_config().problems() + found
         else:
@@ -193,6 +215,15 @@ class TrainConfig:
         if found:
             raise ConfigError("; ".join(found))
         return self
+
+    def _latent_problems(self) -> list[str]:
+        shape = self.model
+        if shape.latent is None:
+            return []
+        latent = LatentSpec(**dataclasses.asdict(shape.latent))
+        others = {"cla_share_factor": shape.cla_share_factor > 1, "sinks": shape.sinks is not None}
+        alone = [f"latent does not go with {name}: no family has both" for name, given in others.items() if given]
+        return latent.problems(1, latent.head_dim) + alone
 
     def _lora_problems(self, lora: LoraSettings) -> list[str]:
         problems = [

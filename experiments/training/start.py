@@ -9,9 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.training.adapted_model import adapted_tokenizer
+from experiments.training.batches import Batches
 from experiments.training.settings import TrainConfig
+from experiments.training.to_latents import to_latents
 from experiments.training.tokenizer import BOS_ID, load_tokenizer, train_tokenizer
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.files import read_bytes
@@ -22,11 +25,13 @@ from ksana_jax.models.params import Params, init_params
 logger = logging.getLogger(__name__)
 # Fields of a model that may differ from the weights' config: none changes the computation.
 _MAY_DIFFER = {"max_position", "bos_id", "eos_ids"}
+CONVERTED_WITH = 4  # batches whose hidden states weigh what latents keep
 
 
-def first_params(config: TrainConfig) -> Params:
+def first_params(config: TrainConfig, batches: Batches | None = None) -> Params:
     """Returns the weights before the first step. A model of fewer heads of keys and values than `init_from` starts from
-    the means of heads that become one, as GQA's uptraining does (Ainslie et al., arXiv:2305.13245, section 2.1).
+    the means of heads that become one, as GQA's uptraining does (Ainslie et al., arXiv:2305.13245, section 2.1), one of
+    more heads from copies, one of latents from `to_latents`, which needs batches.
 
     Raises:
       ConfigError: the model of `init_from` has another shape, or its heads cannot be divided so.
@@ -36,24 +41,33 @@ def first_params(config: TrainConfig) -> Params:
     if config.init_from is None:
         return init_params(wanted, config.seed)
     found, params = load_model(config.init_from)
-    if pools := found.num_kv_heads > wanted.num_kv_heads and found.num_kv_heads % wanted.num_kv_heads == 0:
-        found = dataclasses.replace(found, num_kv_heads=wanted.num_kv_heads)
+    if batches is not None and wanted.latent is not None and found.latent is None:
+        texts = np.concatenate([batches[step][0] for step in range(CONVERTED_WITH)])
+        params = to_latents(params, found, wanted, jnp.asarray(texts))
+        same = ("family", "latent", "head_dim", "num_kv_heads", "attention_scale", "rope")
+        found = dataclasses.replace(found, **{name: getattr(wanted, name) for name in same})
+    heads, asked = found.num_kv_heads, wanted.num_kv_heads
+    if changes := heads != asked and max(heads, asked) % min(heads, asked) == 0:
+        found = dataclasses.replace(found, num_kv_heads=asked)
     names = sorted({field.name for field in dataclasses.fields(wanted)} - _MAY_DIFFER)
     values = [(name, getattr(found, name), getattr(wanted, name)) for name in names]
     if different := [f"{name} {has!r}, not {asked!r}" for name, has, asked in values if has != asked]:
         raise ConfigError(f"init_from: {config.init_from} has {'; '.join(different)}")
-    return _pool_heads(params, found) if pools else params
+    return _change_heads(params, found) if changes else params
 
 
-def _pool_heads(params: Params, config: ModelConfig) -> Params:
-    """Returns weights with neighbouring heads of keys, and of values, averaged: `config.num_kv_heads` remain."""
+def _change_heads(params: Params, config: ModelConfig) -> Params:
+    """Returns weights with `config.num_kv_heads` heads of keys, and of values: means of neighbours, or copies."""
 
-    def pooled(matrix):  # [K*H, D]
-        heads = jnp.asarray(matrix).reshape(config.num_kv_heads, -1, config.head_dim, config.d_model)
-        return heads.mean(axis=1).reshape(-1, config.d_model)
+    def changed(matrix):  # [K*H, D]
+        heads = jnp.asarray(matrix).reshape(-1, config.head_dim, config.d_model)
+        if (copies := config.num_kv_heads // len(heads)) > 1:
+            return jnp.repeat(heads, copies, axis=0).reshape(-1, config.d_model)
+        pooled = heads.reshape(config.num_kv_heads, -1, config.head_dim, config.d_model).mean(axis=1)
+        return pooled.reshape(-1, config.d_model)
 
     layers = tuple(
-        w if w.w_k is None else dataclasses.replace(w, w_k=pooled(w.w_k), w_v=pooled(w.w_v)) for w in params.layers
+        w if w.w_k is None else dataclasses.replace(w, w_k=changed(w.w_k), w_v=changed(w.w_v)) for w in params.layers
     )
     return dataclasses.replace(params, layers=layers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from ksana_jax.core import checks
@@ -110,6 +111,10 @@ class LatentSpec:
         """Numbers of a token in the pool."""
         return self.rank + self.rotated
 
+    def expanded(self, num_heads: int) -> int:
+        """Returns how many numbers a token's keys and values of all heads are."""
+        return num_heads * (self.plain + self.rotated + self.value)
+
     def problems(self, num_kv_heads: int, head_dim: int) -> list[str]:
         """Returns the problems of these numbers, and of the model's, one sentence each."""
         sizes = ("rank", "rotated", "plain", "value")
@@ -121,6 +126,11 @@ class LatentSpec:
         if (num_kv_heads, head_dim) != (1, self.head_dim):
             found += [f"num_kv_heads {num_kv_heads} and head_dim {head_dim} must be 1 and {self.head_dim} with latents"]
         return [*filter(None, found)]
+
+
+def rotated_part(rank: int, rotated: int) -> float:
+    """Returns the `RopeConfig.partial_rotary_factor` of latents, rounded up: its product is at least `rotated`."""
+    return math.nextafter(rotated / (rank + rotated), 1)
 
 
 @dataclasses.dataclass(frozen=True)

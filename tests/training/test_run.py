@@ -164,10 +164,10 @@ def test_a_run_with_fewer_kv_heads_starts_from_the_means_of_those_that_become_on
     for name, weight in before.items():
         wanted = weight.reshape(2, 2, 8, 32).mean(1).reshape(16, 32) if name in pooled else weight
         np.testing.assert_allclose(after[name], wanted, atol=1e-6, err_msg=name)
-    with pytest.raises(ConfigError, match=r"num_kv_heads 2, not 4"):
+    with pytest.raises(ConfigError, match=r"d_ff 64, not 80"):
         train(
             str(tiny_config),
-            [f"out_dir={tmp_path / 'back'}", "model.num_kv_heads=4", f"init_from={fewer / 'export'}", *shape],
+            [f"out_dir={tmp_path / 'wider'}", "model.d_ff=80", f"init_from={fewer / 'export'}", *shape],
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec, RopeConfig
+from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec, RopeConfig, rotated_part
 from ksana_jax.models.families import rope, routing
 from ksana_jax.models.families.family import LAYER_NAMES, View, refuse_windows
 from ksana_jax.models.families.fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, Fields
@@ -101,9 +101,7 @@ def write_latents(config: ModelConfig) -> dict[str, Any]:
 
 def read_rope(fields: Fields, max_position: int) -> RopeConfig:
     """Reads the rope of the rotated numbers, as one of a part of a token's numbers in the pool."""
-    rank, rotated = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
-    # Rounded up, so that the product with all of them is not below `rotated`.
-    part = math.nextafter(rotated / (rank + rotated), 1)
+    part = rotated_part(fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim"))
     return dataclasses.replace(rope.read_rope(fields, max_position), partial_rotary_factor=part)
 
 

@@ -65,7 +65,8 @@ def show(found: Plan, console: Console) -> None:
         pattern += " (memory simulated: evicted tokens stay)"
     device, n = found.device, asked.tensor_parallel_size
     if n > 1:
-        device = f"each of {n} x {device}, which divide the model" + found.latents * " but not its latents"
+        device = f"each of {n} x {device}, which divide the model"
+        device += " but not its latents" if found.expanded_bytes_per_token is not None else ""
     console.print(escape(f"{found.model}, {found.num_params:,} weights, {pattern}"))
     console.print(
         escape(
@@ -89,6 +90,9 @@ def show(found: Plan, console: Console) -> None:
     for name, num_bytes, source in rows:
         table.add_row(name, f"{num_bytes:,}", byte_size(num_bytes), source)
     console.print(table)
+    if (expanded := found.expanded_bytes_per_token) is not None:
+        one, all_heads = (count // found.num_layers for count in (found.kv_bytes_per_token, expanded))
+        console.print(f"Per token and layer: {one:,} bytes of a latent; expanded keys and values: {all_heads:,}.\n")
     if found.mean_bytes_per_token != found.kv_bytes_per_token:
         console.print(
             escape(f"Exact tokens included, a token takes an average of {found.mean_bytes_per_token:,.0f} bytes.\n")

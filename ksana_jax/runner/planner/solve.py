@@ -50,11 +50,13 @@ class Plan:
     max_kv_tokens: at this batch. max_batch: at this context. max_context: at this batch, even beyond the model's
     training; `config.MAX_TOKENS` means no limit by memory. max_window: at both; None if none fits, or rows evict.
     l2_tokens: tokens whose keys and values fill the last cache before the memory; None if its size is unknown.
-    latents: whether tokens have latents, which each device holds whole.
+    expanded_bytes_per_token: of latents, each of which every device holds whole, what the keys and values of a device's
+    heads would take instead, at as many bytes per number; None for a model without latents.
     """
 
     model: str
     num_params: int
+    num_layers: int
     device: str
     device_bytes: int
     budget_bytes: int
@@ -78,7 +80,7 @@ class Plan:
     max_context: int
     max_window: int | None
     l2_tokens: int | None
-    latents: bool
+    expanded_bytes_per_token: int | None
     changes: tuple[WhatIf, ...]
 
 
@@ -146,6 +148,7 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
     return Plan(
         model=name,
         num_params=num_params(config),
+        num_layers=config.num_layers,
         device=device.name,
         device_bytes=device.memory_bytes,
         budget_bytes=budget,
@@ -169,9 +172,15 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
         max_context=memory.max_context(batch),
         max_window=_max_window(config, memory, batch, context),
         l2_tokens=None if device.l2_bytes is None else int(device.l2_bytes // memory.layout.bytes_per_token(context)),
-        latents=config.latent is not None,
+        expanded_bytes_per_token=_expanded(local_model(config, asked.tensor_parallel_size), memory.beta),
         changes=tuple(_changes(config, memory, batch, context)),
     )
+
+
+def _expanded(local: ModelConfig, token_bytes: int) -> int | None:
+    if (latent := local.latent) is None:
+        return None
+    return token_bytes * latent.expanded(local.num_heads) // latent.head_dim
 
 
 def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:

@@ -69,6 +69,18 @@ def test_a_plan_for_several_devices_says_that_each_holds_all_latents(capsys, rea
     assert len({json.loads(out.splitlines()[-1])["kv_bytes_per_token"] for out in (one, two)}) == 1
 
 
+def test_latents_are_counted_beside_what_keys_and_values_of_all_heads_would_take(capsys, ready_step, tmp_path):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    config = json.loads((ROOT / "tests/golden/youtu-latent-tied/config.json").read_text()) | sizes
+    config |= {"num_attention_heads": 128, "num_key_value_heads": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = ksana_plan(capsys, "--json", model=tmp_path, device="cpu", dtype="bf16").out
+    # DeepSeek V3's sizes; 2 bytes per number.
+    assert "1,152 bytes of a latent; expanded keys and values: 81,920." in one
+    found, layers = json.loads(one.splitlines()[-1]), config["num_hidden_layers"]
+    assert (found["kv_bytes_per_token"], found["expanded_bytes_per_token"]) == (1_152 * layers, 81_920 * layers)
+
+
 def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, ready_step):
     shown = ksana_plan(capsys, "--json", code=2, model=LLAMA, device="8GiB")
     found = json.loads(shown.out.splitlines()[-1])
