@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ksana_jax.core.outputs import CompletionOutput, RequestOutput
-from ksana_jax.serve.server.chunks import ChatChoice, Chunks
+from ksana_jax.serve.server.chat_form import ChatForm, chat_form
+from ksana_jax.serve.server.chunks import ChatChoice, Chunks, reason_of
 from ksana_jax.serve.server.errors import json_response
 from ksana_jax.serve.server.generation import Usage, submit
 from ksana_jax.serve.server.json_body import read_request
@@ -33,39 +34,45 @@ async def create(request: Request) -> Response:
     params = asked.sampling_params(logprobs=num_top, max_tokens=max_tokens)
     prompt = await chat_prompt(serving, asked)
     check_length(model, [prompt], max_tokens, "messages")
+    form = chat_form(model, asked, prompt, serving.settings.tool_call_parser)
+    try:
+        params = form.applied(params)
+    except ValueError as error:
+        raise asked.refused(error) from None
     kind = "chat.completion.chunk" if asked.stream else "chat.completion"
     head, with_ids = head_of(model, "chatcmpl", kind, asked), asked.return_token_ids
     ids = {"prompt_token_ids": prompt.ids.tolist()} if with_ids else {}
     salt, adapter = cache_salt(request, asked.cache_salt), model.adapters.get(asked.model or "")
     streams = await submit(serving, [prompt], params, asked, request_id=head["id"], salt=salt, adapter=adapter)
     if asked.stream:
-        choices = [ChatChoice(index, model.texts, num_top, with_ids) for index in range(params.n)]
+        choices = [ChatChoice(index, model.texts, num_top, with_ids, form.parts()) for index in range(params.n)]
         chunks = Chunks(head, choices, Usage(len(prompt.ids)), *streams_usage(asked), ids)
         return TokenStream(streams, chunks.write, chunks.last, serving.settings.ping_s)
 
     def answer(outputs: list[RequestOutput]) -> Response:
-        return json_response({**head, **_answer(outputs[0], prompt, model, num_top, with_ids), **ids})
+        return json_response({**head, **_answer(outputs[0], prompt, model, num_top, with_ids, form), **ids})
 
     return await reply(request, streams, answer)
 
 
 def _answer(
-    output: RequestOutput, prompt: PromptIds, model: ServedModel, num_top: int | None, with_ids: bool
+    output: RequestOutput, prompt: PromptIds, model: ServedModel, num_top: int | None, with_ids: bool, form: ChatForm
 ) -> dict[str, Any]:
     """Returns choices and usage of a whole output."""
 
     def scores(one: CompletionOutput) -> dict[str, Any] | None:
         return None if num_top is None else chat_logprobs(model.texts, one.token_ids, one.logprobs or (), num_top)
 
+    messages = [form.message(one.text) for one in output.outputs]
     choices = [
         {
             "index": one.index,
-            "message": {"role": "assistant", "content": one.text},
+            "message": message,
             "logprobs": scores(one),
-            "finish_reason": one.finish_reason,
+            "finish_reason": reason_of(one, "tool_calls" in message),
             **({"token_ids": one.token_ids} if with_ids else {}),
         }
-        for one in output.outputs
+        for one, message in zip(output.outputs, messages, strict=True)
     ]
     usage = Usage(len(prompt.ids), sum(len(one.token_ids) for one in output.outputs), output.num_cached_tokens)
     answer: dict[str, Any] = {"choices": choices, "usage": usage.json()}

@@ -98,6 +98,7 @@ async def chat_prompt(serving: Serving, asked: ChatRequest | OnePrompt) -> Promp
         )
     _check_chars(model, sum(len(message.content or "") for message in messages), "messages")
     options = {name: getattr(asked, name) for name in Template.model_fields}
+    options["tools"] = None if asked.tools is None else [tool.plain() for tool in asked.tools]
     text = await serving.in_thread(_render, tokenizer, messages, options)
     _check_chars(model, len(text), "messages")
     # A template writes the special tokens itself.

@@ -10,7 +10,15 @@ import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ksana_jax.core.request import (
@@ -105,6 +113,54 @@ class ToolCall(BaseModel):
     function: Function
 
 
+class ToolFunction(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str = Field(pattern=r"^[\w.:/-]{1,128}$")
+    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of the arguments")
+    strict: bool | None = Field(None, description="the arguments follow the schema")
+
+    def enforced(self, forced: bool) -> dict[str, Any] | None:
+        """Returns the schema that arguments must follow, None for any. forced: whether the request asks for a call."""
+        return self.parameters if self.strict or (forced and self.strict is None) else None
+
+
+class Tool(BaseModel):
+    """A tool; the chat template gets the object as it came."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    function: ToolFunction
+    _given: dict[str, Any] = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(given)
+        made._given = given
+        return made
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the tool for a chat template."""
+        return self._given
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 Parts = Annotated[
     list[TextPart],
     Field(min_length=1, fail_fast=True),
@@ -115,12 +171,11 @@ Parts = Annotated[
 class Message(Body):
     """A message of a conversation. Clients send earlier answers back with all keys that they had."""
 
-    unsupported: ClassVar = dict.fromkeys(
-        ("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning"), ([], "")
-    )
+    unsupported: ClassVar = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"), ([], ""))
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Parts | None = None
+    reasoning_content: Text | None = Field(None, description="of an earlier answer, for the chat template")
     tool_calls: list[ToolCall] = Field([], fail_fast=True)
     name: Name | None = None
     tool_call_id: Name | None = None
@@ -286,7 +341,7 @@ class Template(Body):
         None, description="end the prompt where the assistant's answer begins; the default"
     )
     continue_final_message: bool = Field(False, description="let the model continue the last message")
-    tools: list[dict[str, Any]] | None = Field(
+    tools: list[Tool] | None = Field(
         None, max_length=MAX_TOOLS, fail_fast=True, description="functions that the chat template shows to the model"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -302,13 +357,50 @@ class ChatRequest(Template, Generation):
     max_tokens: Positive | None = Field(None, description="an older name of max_completion_tokens")
     logprobs: bool = Field(False, description="return the log-probability of each token")
     top_logprobs: NumTop = Field(0, description="top tokens returned with them")
-    parallel_tool_calls: bool | None = Field(None, description="of no effect")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="whether the answer calls a tool; absent takes auto"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false keeps one call of an answer")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise bad_request(f"top_logprobs is {self.top_logprobs}, must be 0 without logprobs", "top_logprobs")
         return self
+
+    @property
+    def functions(self) -> list[ToolFunction]:
+        """Returns the functions that the answer may call."""
+        choice, tools = self.tool_choice, [tool.function for tool in self.tools or ()]
+        if isinstance(choice, NamedTool):
+            return [tool for tool in tools if tool.name == choice.function.name]
+        return [] if choice == "none" else tools
+
+    @property
+    def forces_call(self) -> bool:
+        """Returns whether the answer must be a call."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise bad_request(f"tools has {twice!r} twice", "tools")
+        if self.forces_call and not self.functions:
+            wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else "required"
+            raise bad_request(f"tool_choice is {wanted!r}, tools has {', '.join(names) or 'none'}", "tool_choice")
+        field = "structured_outputs" if self.structured_outputs is not None else "response_format"
+        if self.functions and (getattr(self, field) or {"type": "text"}) != {"type": "text"}:
+            raise bad_request(f"{field} does not go with tools, unless tool_choice is none", field)
+        return self
+
+    def refused(self, error: ValueError) -> APIError:
+        if self.functions:
+            # The grammar is made here: its lines say nothing to the client.
+            text = re.sub(r"at \d+\(\d+\): | \d+ \| .*", "", str(error))
+            text = re.sub("^structured_outputs has a grammar", "tools has a schema", text)
+            error = ValueError(text.replace("structured_outputs", "tool_choice" if self.forces_call else "tools", 1))
+        return super().refused(error)
 
 
 class OnePrompt(Named, Template):
