@@ -60,7 +60,7 @@ class AnswerParts:
         self._start = None if parser is None else re.compile("|".join(map(re.escape, parser.starts)))
         self._held, self._num_read = "", 0
         self._is_thinking = thinking is not None and not thinking[0]
-        self._is_first = thinking is not None
+        self._is_first = self._is_opening = thinking is not None
         self._began = thinking is None and parser is None  # white space is held until text or a call begins
         self.num_calls = 0
 
@@ -89,9 +89,14 @@ class AnswerParts:
         text, closed, rest = self._held.partition(end)
         if closed:
             self._is_first, self._is_thinking, self._held = False, False, rest
+            text = text.rstrip()
         else:
             count = 0 if last else _overlap(text, (end,))
-            text, self._held = text[: len(text) - count], text[len(text) - count :]
+            count = len(text[: len(text) - count].rstrip())
+            text, self._held = text[:count], text[count:]
+        if self._is_opening:
+            text = text.lstrip()
+            self._is_opening = not text
         return [Text("reasoning_content", text)] if text else []
 
     def _content(self, last: bool) -> list[Part]:
@@ -107,8 +112,8 @@ class AnswerParts:
                 at, start = found.start(), found[0]
             elif not last and (parser.anywhere or any(one.startswith(held[first:]) for one in parser.starts)):
                 at -= _overlap(held, parser.starts)
-        if at and (self._began or held[:at].strip()):
-            return self._emit(at)
+        if count := len(held[:at].rstrip()):  # white space before a call is dropped with it
+            return self._emit(count)
         if parser is not None and start:
             return self._calls(parser, at, start, last)
         return self._emit(at) if last else []

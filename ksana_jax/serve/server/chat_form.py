@@ -9,9 +9,10 @@ from ksana_jax.core.request import SamplingParams
 from ksana_jax.core.structured_outputs import StructuredOutputsParams
 from ksana_jax.serve.server.answer_parts import AnswerParts, message_of, thinking_tags
 from ksana_jax.serve.server.errors import bad_request
+from ksana_jax.serve.server.message_models import NamedTool
 from ksana_jax.serve.server.model import ServedModel
 from ksana_jax.serve.server.prompts import PromptIds
-from ksana_jax.serve.server.request_models import ChatRequest, NamedTool
+from ksana_jax.serve.server.request_models import ChatRequest
 from ksana_jax.serve.server.tool_parsers.base import ToolParser
 from ksana_jax.serve.server.tool_parsers.grammar import Schema, call_grammar
 from ksana_jax.serve.server.tool_parsers.llama import LLAMA

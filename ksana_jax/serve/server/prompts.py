@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ksana_jax.serve.server.errors import APIError, bad_request
+from ksana_jax.serve.server.message_models import Message
 from ksana_jax.serve.server.model import ServedModel
 from ksana_jax.serve.server.request_models import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    Message,
     OnePrompt,
     Template,
 )

@@ -31,7 +31,8 @@ def served():
 
 @pytest.fixture
 def client(served):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def answers(served, text, **fields):
@@ -61,7 +62,7 @@ def answers(served, text, **fields):
     ("text", "content", "reasoning", "names"),
     [
         (CALL, None, None, ["f"]),
-        (f"<think>Hm.</think>\n\nSo: {CALL}\n{CALL}", "So: ", "Hm.", ["f", "f"]),
+        (f"<think>Hm.</think>\n\nSo: {CALL}\n{CALL}", "So:", "Hm.", ["f", "f"]),
         ("<think>Hm.</think>Yes", "Yes", "Hm.", []),
         (CALL.replace('"f"', '"h"'), CALL.replace('"f"', '"h"'), None, []),
         ("<tool_call>{broken", "<tool_call>{broken", None, []),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ksana_jax.serve.server.tool_parsers.base import NAME, Call, Form, Read, ToolParser, arguments_of, json_at
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -10,22 +12,25 @@ CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜
 
 def read(text: str) -> Read | None:
     """Returns the calls between the outer tokens; see `ToolParser.read`."""
-    whole, end, _ = text.partition(CALLS_END)
-    if not end:
-        return None
-    calls = [_call(part.partition(CALL_END)[0]) for part in whole.split(CALL)[1:]]
-    return calls, len(whole) + len(end)
-
-
-def _call(text: str) -> Call:
-    name, sep, rest = text.partition(SEP)
-    if name.strip() == "function":  # V3: the type, then the name in a line of its own
-        name, _, rest = rest.partition("\n")
-        rest = rest.removeprefix("```json")
-    found = json_at(rest)
-    if not sep or found is None:
-        raise ValueError("a call has no separator, or no JSON")
-    return Call(name.strip(), arguments_of(found[0]))
+    calls, at = [], len(CALLS)
+    while CALLS_END in (rest := text[at:]):  # which may be in an argument
+        if rest.lstrip().startswith(CALLS_END):
+            return calls, len(text) - len(rest.lstrip()) + len(CALLS_END)
+        name, sep, _ = rest.partition(SEP)
+        at += len(name) + len(sep)
+        if (name := name.strip().removeprefix(CALL)) == "function":  # V3: a type, and the name in a line of its own
+            name, _, _ = text[at:].partition("\n")
+            at += len(name)
+            at += len(text[at:]) - len(text[at:].lstrip().removeprefix("```json"))
+        found = json_at(text, at)
+        if not sep or found is None:
+            return None
+        calls.append(Call(name.strip(), arguments_of(found[0])))
+        close = re.compile(r"\s*(```)?" + re.escape(CALL_END)).match(text, found[1])
+        if close is None:
+            raise ValueError("arguments are followed by other text")
+        at = close.end()
+    return None
 
 
 DEEPSEEK_V3 = ToolParser(

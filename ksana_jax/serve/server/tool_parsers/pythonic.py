@@ -9,7 +9,8 @@ from typing import Any
 
 from ksana_jax.serve.server.tool_parsers.base import Call, Read, ToolParser, arguments_of
 
-TAG, END = "<|tool_call_start|>", "<|tool_call_end|>"
+# That may be around the list, in LFM2 and in Llama 4.
+TAGS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
 MAX_DEPTH = 32
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -106,8 +107,8 @@ class Literals:
 
 def read(text: str) -> Read | None:
     """Returns the calls of a list; see `ToolParser.read`."""
-    end = END if text.startswith(TAG) else ""
-    source, calls = Literals(text, len(TAG) if end else 0), []
+    begin = next((tag for tag in TAGS if text.startswith(tag)), "")
+    source, calls, end = Literals(text, len(begin)), [], TAGS.get(begin, "")
     try:
         source.expect("[")
         while not source.take("]"):
@@ -121,9 +122,9 @@ def read(text: str) -> Read | None:
 
 
 PYTHONIC = ToolParser(
-    templates=(TAG, "[func_name1(params_name1"),
-    starts=(TAG, "["),
-    end="]",  # END follows it where TAG begins
+    templates=("<|tool_call_start|>", "<|python_start|>", "[func_name1(params_name1"),
+    starts=(*TAGS, "["),
+    end="]",  # and the tag after it
     read=read,
     form=None,
     anywhere=False,

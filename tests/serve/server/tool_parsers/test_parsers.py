@@ -15,7 +15,7 @@ CALLS = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 CALL = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
 # By parser: texts, and the content and calls in them.
 READ = [
-    ("hermes", 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', ["Hm.\n", F]),
+    ("hermes", 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', ["Hm.", F]),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>\n'
@@ -127,7 +127,7 @@ def test_one_call_is_kept_if_more_are_not_wanted():
 @pytest.mark.parametrize(
     ("thinking", "text", "expected"),
     [
-        (TAGS, "<think>\nHm</think>\n\nYes", [("\nHm",), "Yes"]),
+        (TAGS, "<think>\nHm</think>\n\nYes", [("Hm",), "Yes"]),
         (TAGS, "Yes <think>", ["Yes <think>"]),
         (TAGS, "<thinker> ", ["<thinker> "]),
         (("", "</think>"), "Hm < 3</think>Yes", [("Hm < 3",), "Yes"]),
