@@ -58,7 +58,10 @@ def call_grammar(
         "TEXT: /(.|\\n)*/",
     ]
     for number, schema in enumerate(schemas):
-        arguments = {**(schema.parameters or _ANY), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        given = schema.parameters or _ANY
+        # A function takes no other arguments than those it names.
+        closed = {"additionalProperties": False} if "properties" in given else {}
+        arguments = {**closed, **given, "x-guidance": {"whitespace_pattern": WHITESPACE}}
         first, last = text(begin.replace(NAME, schema.name)), text(form.end)
         rules.append(f"call_{number}: {first} %json {json.dumps(arguments)} {last}")
     if required:
