@@ -1,124 +1,67 @@
-"""[name(key="text", other=1)], arguments as literals of Python: Llama 4, LFM2. Nothing is evaluated."""
+"""[name(key="text", other=1)], arguments as literals of Python: Llama 4, LFM2. Calls become JSON, unevaluated."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from typing import Any
 
-from ksana_jax.serve.server.tool_parsers.base import Call, Read, ToolParser, arguments_of
+from ksana_jax.serve.server.tool_parsers.base import Read, ToolParser, call_of, json_at
 
 # That may be around the list, in LFM2 and in Llama 4.
 TAGS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
-MAX_DEPTH = 32
-_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-_NAME = re.compile(r"[A-Za-z_][\w.-]*")
-_TEXT = re.compile(r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\"")
-_NUMBER = re.compile(r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-_SPACE = re.compile(r"\s*")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<text>'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\")|(?P<number>-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+    r"|(?P<call>[A-Za-z_][\w.-]*)\(|(?P<key>[A-Za-z_]\w*)\s*=|(?P<word>[A-Za-z]+)|,(?P<last>\s*[\])}])|(?P<mark>[\[\](){},:]))"
+)
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 
 
-class Incomplete(Exception):
-    """The text ends before its call does."""
+def as_json(text: str, at: int) -> tuple[str, int] | None:
+    """Returns a list of calls as JSON, and the end of the list in the text; None if the text ends before.
 
-
-class Literals:
-    """Reads calls and literals from a text, beginning at `at`; raises ValueError or Incomplete."""
-
-    def __init__(self, text: str, at: int = 0):
-        self.text, self.at = text, at
-
-    def peek(self) -> str:
-        """Returns the next character that is no white space."""
-        self.at = _SPACE.match(self.text, self.at).end()  # pyright: ignore[reportOptionalMemberAccess]
-        if self.at == len(self.text):
-            raise Incomplete
-        return self.text[self.at]
-
-    def take(self, wanted: str) -> bool:
-        """Goes past a character if it is the next one."""
-        found = self.peek() == wanted
-        self.at += found
-        return found
-
-    def expect(self, wanted: str) -> None:
-        if not self.take(wanted):
-            raise ValueError(f"{self.text[self.at]!r} stands where {wanted!r} belongs")
-
-    def name(self) -> str:
-        self.peek()
-        if (found := _NAME.match(self.text, self.at)) is None:
-            raise ValueError("a name is missing")
-        self.at = found.end()
-        if self.at == len(self.text):
-            raise Incomplete
-        return found[0]
-
-    def call(self) -> Call:
-        name = self.name()
-        self.expect("(")
-        return Call(name, arguments_of(self.items(")", "=", self.name, MAX_DEPTH)))
-
-    def items(self, close: str, between: str, key: Any, depth: int) -> dict[str, Any]:
-        """Returns keys and values up to a closing bracket."""
-        found: dict[str, Any] = {}
-        while not self.take(close):
-            name = key()
-            self.expect(between)
-            found[name] = self.value(depth - 1)
-            if not self.take(",") and self.peek() != close:
-                raise ValueError("a comma is missing")
-        return found
-
-    def value(self, depth: int) -> Any:
-        first = self.peek()
-        if depth < 0:
-            raise ValueError(f"arguments are nested deeper than {MAX_DEPTH} levels")
-        if self.take("{"):
-            return self.items("}", ":", self.string, depth)
-        if self.take("["):
-            found = []
-            while not self.take("]"):
-                found.append(self.value(depth - 1))
-                if not self.take(",") and self.peek() != "]":
-                    raise ValueError("a comma is missing")
-            return found
-        if first in "'\"":
-            return self.string()
-        if (number := _NUMBER.match(self.text, self.at)) is not None:
-            self.at = number.end()
-            self.peek()  # more digits may follow
-            return json.loads(number[0]) if re.fullmatch(r"-?(0|[1-9]\d*)", number[0]) else float(number[0])
-        name = self.name()
-        if name not in _CONSTANTS:
-            raise ValueError(f"{name!r:.40} is no literal")
-        return _CONSTANTS[name]
-
-    def string(self) -> str:
-        self.peek()
-        if (found := _TEXT.match(self.text, self.at)) is None:
-            if self.text[self.at] in "'\"" and "\n" not in self.text[self.at :]:
-                raise Incomplete
-            raise ValueError("a text is missing")
-        self.at = found.end()
-        return ast.literal_eval(found[0])
+    Raises:
+      ValueError: something else stands there.
+    """
+    found, depth = [], 0
+    while (token := _TOKEN.match(text, at)) is not None:
+        kind, at = token.lastgroup or "", token.end()
+        value = token[kind].strip()
+        if kind == "text":
+            found.append(json.dumps(ast.literal_eval(value)))
+        elif kind == "number":
+            found.append(value if re.fullmatch(r"-?(0|[1-9]\d*)", value) else json.dumps(float(value)))
+        elif kind == "call":
+            if depth != 1:
+                raise ValueError("a call stands in arguments")
+            found.append(f'{{"name": "{value}", "arguments": {{')
+            depth += 1
+        elif kind == "key":
+            found.append(f'"{value}":')
+        elif kind == "word":
+            found.append(_WORDS[value] if value in _WORDS else "?")
+        else:
+            depth += (value in "[{(") - (value in "]})")
+            found.append("}}" if value == ")" else value)
+            if not depth:
+                return "".join(found), at
+    rest = text[at:].lstrip()
+    if rest and not re.match(r"['\"][^\n]*$|[\w.-]+\s*$|,\s*$", rest):
+        raise ValueError(f"{rest:.20} is no literal")
+    return None
 
 
 def read(text: str) -> Read | None:
     """Returns the calls of a list; see `ToolParser.read`."""
     begin = next((tag for tag in TAGS if text.startswith(tag)), "")
-    source, calls, end = Literals(text, len(begin)), [], TAGS.get(begin, "")
-    try:
-        source.expect("[")
-        while not source.take("]"):
-            calls.append(source.call())
-            source.take(",")
-    except Incomplete:
+    if (found := as_json(text, len(begin))) is None:
         return None
-    if not calls:
+    given, end = found
+    calls = json_at(given)
+    if calls is None or not calls[0]:
         raise ValueError("a list without calls")
-    return (calls, source.at + len(end)) if text.startswith(end, source.at) else None
+    closing = TAGS.get(begin, "")
+    return ([call_of(call) for call in calls[0]], end + len(closing)) if text.startswith(closing, end) else None
 
 
 PYTHONIC = ToolParser(
