@@ -1,4 +1,4 @@
-"""What the answers of a chat consist of: reasoning, text, calls of the tools that the request offers."""
+"""The form of a chat's answers: reasoning, text, calls of the tools that the request offers."""
 
 from __future__ import annotations
 

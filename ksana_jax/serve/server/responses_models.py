@@ -83,7 +83,7 @@ class NamedFunctionTool(Body):
 
 
 class Format(BaseModel):
-    """What the text follows, as a chat's `response_format`, a schema's fields in one object."""
+    """The format of the text, as a chat's `response_format`, a schema's fields in one object."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

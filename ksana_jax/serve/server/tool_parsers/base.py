@@ -1,4 +1,4 @@
-"""What a parser of tool calls states. Knows texts, no requests and no models."""
+"""The interface of parsers of tool calls. Knows texts, no requests and no models."""
 
 from __future__ import annotations
 
