@@ -263,18 +263,6 @@ def pydantic_ai(url: str, folder: Path) -> Got:
     return asyncio.run(ask())
 
 
-def instructor(url: str, folder: Path) -> Got:
-    from instructor import Mode, from_openai
-    from openai import OpenAI
-
-    def ask(mode: Any) -> bool:
-        with OpenAI(base_url=url, max_retries=0, timeout=CLIENT_S) as client:
-            chats, settings = from_openai(client, mode=mode).chat.completions, {"max_retries": 0, **BOUNDED}
-            return valid(chats.create(model=MODEL, messages=MESSAGES, response_model=age_model(), **settings))
-
-    return {"call": ask(Mode.TOOLS), "schema": ask(Mode.JSON_SCHEMA)}
-
-
 # By the name of their packages, the one first with which the others are compared.
 CLIENTS: dict[str, Callable[[str, Path], Got]] = {
     "openai": openai,
@@ -283,7 +271,6 @@ CLIENTS: dict[str, Callable[[str, Path], Got]] = {
     "llm": llm,
     "lm-eval": lm_eval,
     "pydantic-ai-slim": pydantic_ai,
-    "instructor": instructor,
 }
 REFERENCE = next(iter(CLIENTS))
 
