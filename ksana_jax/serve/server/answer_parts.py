@@ -124,7 +124,7 @@ class AnswerParts:
         try:
             if last or parser.end in text[max(self._num_read - len(parser.end), 0) :]:
                 calls = parser.read(text)
-        except (ValueError, RecursionError):
+        except Exception:  # ValueError; and no fault of a parser ends a stream
             last = True
         self._num_read = len(text)
         known = calls is not None and all(call.name in self._names for call in calls[0])

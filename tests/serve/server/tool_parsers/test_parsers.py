@@ -67,6 +67,7 @@ BROKEN = [
     ("pythonic", "[f(a=g())]"),
     ("pythonic", "[f(1)]"),
     ("pythonic", "[f(a='x"),
+    ("pythonic", "[f(a='\\N{none}')]"),
     ("pythonic", "[f(a=" + "[" * 20_000 + "]" * 20_000 + ")]"),
 ]
 TAGS = ("<think>", "</think>")
