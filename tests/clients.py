@@ -194,7 +194,7 @@ def llm(url: str, folder: Path) -> Got:
         # It prints a line feed after the answer.
         return run("llm", "prompt", "-m", model, *settings, *options, prompt, **home).removesuffix("\n")
 
-    got = {
+    got: Got = {
         "completion": ask("text", PROMPT, "--no-stream"),
         "chat": ask("chat", QUESTION, "--no-stream"),
         "streamed chat": ask("chat", QUESTION),
