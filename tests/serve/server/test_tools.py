@@ -142,11 +142,10 @@ WRONG = [
 
 @pytest.mark.parametrize(("fields", "param", "message"), WRONG)
 def test_what_cannot_be_served_is_refused_before_a_token(served, fields, param, message):
-    assert served.settled()
-    steps = len(served.llm.engine.records)
+    steps = served.num_steps()
     error = served.post(CHAT, **HI, **fields).json["error"]
     assert error["param"] == param and message in error["message"], error
-    assert len(served.llm.engine.records) == steps
+    assert served.num_steps() == steps
 
 
 def test_earlier_reasoning_reaches_the_template(served, monkeypatch):
