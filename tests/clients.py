@@ -25,6 +25,16 @@ from typing import Any
 
 MODEL, PROMPT, QUESTION = "ksana-tiny", "Once upon a time", "def main("
 MESSAGES = [{"role": "user", "content": QUESTION}]
+AGE: dict[str, Any] = {
+    "title": "Age",
+    "description": "The age of a person.",
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+# Of answers that a grammar ends.
+BOUNDED: dict[str, Any] = {"temperature": 0, "max_tokens": 200}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 NUM_TOKENS = 12
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS}
@@ -74,17 +84,70 @@ def openai(url: str, folder: Path) -> Got:
             found = echoed.choices[0].logprobs
             scores = zip(found.text_offset[:-1], found.token_logprobs[:-1], strict=True)
             got["log-likelihoods"].append(sum(score for offset, score in scores if offset >= len(CONTEXT)))
+        got |= openai_structured(client)
     return got
 
 
+def openai_structured(client: Any) -> Got:
+    from openai import pydantic_function_tool
+
+    age, chats, asked = age_model(), client.chat.completions, {"model": MODEL, "messages": MESSAGES}
+    tools: dict[str, Any] = {"tools": [pydantic_function_tool(age)], "tool_choice": "required"}
+    parsed = chats.parse(**asked, response_format=age, **BOUNDED).choices[0].message.parsed
+    message = chats.parse(**asked, **tools, parallel_tool_calls=False, **BOUNDED).choices[0].message
+    [call] = message.tool_calls
+    with chats.stream(**asked, **tools, parallel_tool_calls=False, **BOUNDED) as stream:
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls
+    history = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "content": "Fine."}]
+    with client.responses.stream(
+        model=MODEL, input=QUESTION, text_format=age, temperature=0, max_output_tokens=200
+    ) as stream:
+        response = stream.get_final_response().output_parsed
+    return {
+        "schema": valid(parsed),
+        "call": valid(call.function.parsed_arguments),
+        "streamed call": valid(streamed.function.parsed_arguments),
+        "after a call": bool(chats.create(**asked | {"messages": history}, **GREEDY).choices[0].message.content),
+        "response": valid(response),
+    }
+
+
+def age_model() -> Any:
+    from pydantic import BaseModel, ConfigDict, Field
+
+    class Age(BaseModel):
+        """The age of a person."""
+
+        model_config = ConfigDict(extra="forbid")
+        age: int = Field(ge=0, le=120)
+
+    return Age
+
+
+def valid(age: Any) -> bool:
+    """Whether a client got an age, as a model or a dict."""
+    value = age if isinstance(age, dict) else age.model_dump()
+    return list(value) == ["age"] and 0 <= value["age"] <= 120
+
+
 def langchain_openai(url: str, folder: Path) -> Got:
+    from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI, OpenAI
 
     settings = {"model": MODEL, "base_url": url, "max_retries": 0, "timeout": CLIENT_S, **GREEDY}
     text, chat = OpenAI(**settings), ChatOpenAI(**settings)
     scored = ChatOpenAI(**settings, logprobs=True, top_logprobs=3).invoke(QUESTION)
     counted = OpenAI(**settings, logprobs=3).generate([PROMPT]).generations[0][0].generation_info
+    longer = ChatOpenAI(**settings | BOUNDED)
+    caller = longer.bind_tools([age_model()], tool_choice="any", parallel_tool_calls=False)
+    called, pieces = caller.invoke(QUESTION), list(caller.stream(QUESTION))
+    structured = [longer.with_structured_output(age_model(), method=m) for m in ("json_schema", "function_calling")]
+    history = [HumanMessage(QUESTION), called, ToolMessage("Fine.", tool_call_id=called.tool_calls[0]["id"])]
     return {
+        "schema": all(valid(model.invoke(QUESTION)) for model in structured),
+        "call": valid(called.tool_calls[0]["args"]),
+        "streamed call": valid(sum(pieces[1:], pieces[0]).tool_calls[0]["args"]),
+        "after a call": bool(chat.invoke(history).content),
         "completion": text.invoke(PROMPT),
         "logprobs": counted["logprobs"]["token_logprobs"],
         "streamed completion": "".join(text.stream(PROMPT)),
@@ -102,7 +165,9 @@ def litellm(url: str, folder: Path) -> Got:
     settings = {"api_base": url, "timeout": CLIENT_S, **GREEDY}
     whole = text_completion(**text, logprobs=3, **settings).choices[0]
     scored = completion(**chat, logprobs=True, top_logprobs=3, **settings).choices[0]
+    answer = completion(**chat, response_format=age_model(), **settings | BOUNDED).choices[0].message.content
     return {
+        "schema": valid(json.loads(answer)),
         "completion": whole.text,
         "streamed completion": "".join(
             chunk.choices[0].text or "" for chunk in text_completion(**text, stream=True, **settings)
@@ -117,7 +182,7 @@ def litellm(url: str, folder: Path) -> Got:
 
 
 def llm(url: str, folder: Path) -> Got:
-    models = [{"model_id": "chat"}, {"model_id": "text", "completion": True}]
+    models = [{"model_id": "chat", "supports_schema": True}, {"model_id": "text", "completion": True}]
     home = {"LLM_USER_PATH": str(folder)}
     # JSON is YAML.
     (folder / "extra-openai-models.yaml").write_text(
@@ -129,12 +194,15 @@ def llm(url: str, folder: Path) -> Got:
         # It prints a line feed after the answer.
         return run("llm", "prompt", "-m", model, *settings, *options, prompt, **home).removesuffix("\n")
 
-    got = {
+    got: Got = {
         "completion": ask("text", PROMPT, "--no-stream"),
         "chat": ask("chat", QUESTION, "--no-stream"),
         "streamed chat": ask("chat", QUESTION),
         "streamed completion": ask("text", PROMPT, "-o", "logprobs", "3"),
     }
+    schema = run("llm", "prompt", "-m", "chat", "--schema", json.dumps(AGE), "-o", "temperature", "0", QUESTION, **home)
+    got["schema"] = valid(json.loads(schema))
+    ask("text", PROMPT, "-o", "logprobs", "3")
     [logged] = json.loads(run("llm", "logs", "list", "--json", "--count", "1", **home))
     tops = [top for piece in logged["response_json"]["logprobs"] for top in piece["top_logprobs"]]
     return {**got, "streamed logprobs": [max(top.values()) for top in tops]}
@@ -168,7 +236,7 @@ def lm_eval(url: str, folder: Path) -> Got:
 
 
 def pydantic_ai(url: str, folder: Path) -> Got:
-    from pydantic_ai import Agent
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIChatModelSettings
     from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -180,7 +248,13 @@ def pydantic_ai(url: str, folder: Path) -> Got:
         async with agent.run_stream(QUESTION) as stream:
             pieces = [piece async for piece in stream.stream_text(delta=True)]
         scores = whole.response.provider_details["logprobs"]
+        outputs = []
+        for output in (ToolOutput(age_model()), NativeOutput(age_model())):
+            other = Agent(agent.model, output_type=output, model_settings=OpenAIChatModelSettings(**BOUNDED))
+            outputs.append((await other.run(QUESTION)).output)
         return {
+            "call": valid(outputs[0]),
+            "schema": valid(outputs[1]),
             "chat": whole.output,
             "streamed chat": "".join(pieces),
             "chat logprobs": [token["logprob"] for token in scores],

@@ -35,7 +35,7 @@ Keys = Annotated[
     ServerSettings,
     "host port allowed_hosts allowed_origins max_num_queued_reqs max_num_queued_tokens "
     "shutdown_timeout_s=shutdown_timeout client_timeout_s=client_timeout kv_cache_metrics kv_cache_metrics_sample "
-    "session_dir sleep_after sleep_level device_memory_bytes",
+    "session_dir sleep_after sleep_level device_memory_bytes tool_call_parser",
 )
 def serve(
     model: Model,

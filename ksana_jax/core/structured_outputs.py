@@ -31,6 +31,8 @@ class StructuredOutputsParams:
       disable_any_whitespace: no white space between the tokens of JSON.
       whitespace_pattern: regular expression of the white space between them; None allows up to 32 spaces, tabs and
         line ends.
+      thinking: tags around reasoning that may stand before the constrained text, such as ("<think>", "</think>"); the
+        first is empty if the prompt ends with it.
 
     Raises:
       ValueError: none or several of the first six are given, or one is not of its type.
@@ -44,6 +46,7 @@ class StructuredOutputsParams:
     structural_tag: Any = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    thinking: tuple[str, str] | list[str] | None = None
 
     def __post_init__(self):
         checks.require(
@@ -55,6 +58,8 @@ class StructuredOutputsParams:
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"structured_outputs has {' and '.join(given) or 'none'} of {', '.join(_KINDS)}; give one")
+        if self.thinking is not None:
+            object.__setattr__(self, "thinking", _tags(self.thinking))
         # As text, so that later changes of a dict change nothing, and equal ones are compiled once.
         for name in ("json", "structural_tag"):
             if (value := getattr(self, name)) is not None:
@@ -112,6 +117,12 @@ def _as_json(name: str, value: Any) -> str:
         return json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"structured_outputs.{name} is {value!r:.60}, must be JSON: {error}") from None
+
+
+def _tags(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, (list, tuple)) or [type(tag) for tag in given] != [str, str] or not given[1]:
+        raise ValueError(f"structured_outputs.thinking is {given!r:.60}, must be two tags, the second one not empty")
+    return tuple(given)
 
 
 def _choices(given: Any) -> tuple[str, ...]:

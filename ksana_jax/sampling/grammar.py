@@ -73,6 +73,8 @@ class Grammars:
         vocabulary = self._read_vocabulary(guidance)
         try:
             text = _grammar(guidance, asked, vocabulary)
+            if asked.thinking is not None:
+                text = _after_thinking(text, asked.thinking, vocabulary)
         except (ValueError, AssertionError) as error:
             raise ValueError(f"structured_outputs has a {asked.kind} that cannot be read: {error}") from None
         found = guidance.LLMatcher(vocabulary, text, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
@@ -190,6 +192,26 @@ def _grammar(guidance: Any, asked: StructuredOutputsParams, vocabulary: Any) -> 
     if asked.kind == "structural_tag":
         return _tagged(guidance, json.loads(first), vocabulary)
     return guidance.grammar_from(asked.kind, first)
+
+
+def _after_thinking(text: str, tags: Sequence[str], vocabulary: Any) -> str:
+    """Returns a grammar that begins after reasoning between tags, or without any unless the first tag is empty."""
+    grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    grammars[0] = {**grammars[0], "name": "answer"}
+    begin, end = tags
+    ids = vocabulary.tokenize_str(end, parse_special=True)
+    # A special token is not written out as text.
+    special = len(ids) == 1 and vocabulary.is_special_token(ids[0])
+    first = vocabulary.tokenize_str(begin, parse_special=True) if begin else []
+    opening = f"<[{first[0]}]>" if len(first) == 1 and vocabulary.is_special_token(first[0]) else json.dumps(begin)
+    closing = f"thought: TEXT <[{ids[0]}]>" if special else f"thought[lazy]: TEXT {json.dumps(end)}"
+    rules = [
+        f"start: {'thought' if not begin else f'({opening} thought)?'} SPACE @answer",
+        closing,
+        "TEXT: /(.|\\n)*/",
+        "SPACE: /[ \\n]{0,4}/",
+    ]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *grammars]})
 
 
 def _tagged(guidance: Any, given: dict[str, Any], vocabulary: Any) -> str:

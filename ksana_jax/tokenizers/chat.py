@@ -58,7 +58,7 @@ def render_chat(
     """
     from ksana_jax.tokenizers.template_sandbox import GLOBALS, render  # Jinja is slow to import, and only chats need it
 
-    read, source = read_messages(messages), _source(tokenizer, chat_template, tools)
+    read, source = read_messages(messages), template_of(tokenizer, chat_template, tools)
     if tools is not None:
         check_tools(tools)
     if continue_final_message and add_generation_prompt:
@@ -89,8 +89,8 @@ def render_chat(
     return _cut(text) if continue_final_message else text
 
 
-def _source(tokenizer: Tokenizer, chat_template: str | None, tools: Any) -> str:
-    """Returns the template to use; raises ValueError if there is none."""
+def template_of(tokenizer: Tokenizer, chat_template: str | None, tools: Any) -> str:
+    """Returns the template that `render_chat` uses; raises ValueError if there is none."""
     named = tokenizer.chat_templates
     if chat_template is None:
         source = (named.get("tool_use") if tools else None) or tokenizer.chat_template

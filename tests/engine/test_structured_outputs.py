@@ -67,6 +67,23 @@ def test_every_text_of_a_random_model_is_valid(settings, n):
     assert_idle(llm)
 
 
+def test_texts_are_valid_after_their_reasoning_with_drafts_and_several_completions():
+    # An end that any text soon has, within tokens too.
+    params = [
+        asked(
+            None,
+            n=4,
+            seed=i,
+            structured_outputs={"json": schema, "disable_any_whitespace": True, "thinking": ("", "e")},
+        )
+        for i, schema in enumerate(SCHEMAS)
+    ]
+    found = [c.text.partition("e") for o in tiny(**NGRAM).generate([PROMPT] * len(params), params) for c in o.outputs]
+    for i, (_, _, text) in enumerate(found):
+        jsonschema_rs.validate(SCHEMAS[i // 4], json.loads(text))
+    assert len({before for before, _, _ in found}) > 10
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_and_preemption_change_no_token(temperature):
     params = [asked(schema, temperature=temperature, seed=3) for schema in SCHEMAS]

@@ -11,6 +11,8 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from ksana_jax.core.outputs import CompletionOutput, RequestOutput
+from ksana_jax.core.request import FinishReason
+from ksana_jax.serve.server.answer_parts import AnswerParts, deltas_of
 from ksana_jax.serve.server.generation import Usage, check_output
 from ksana_jax.serve.server.logprobs import CompletionLogprobs, chat_logprobs
 from ksana_jax.serve.server.model import TokenTexts
@@ -132,16 +134,29 @@ class Echo:
         return {name: own[name] + arrays[name] for name in arrays}
 
 
+def reason_of(one: CompletionOutput, calls: bool) -> str | None:
+    """Returns the reason for which an answer ended. calls: whether it has tool calls."""
+    return "tool_calls" if calls and one.finish_reason is FinishReason.STOP else one.finish_reason
+
+
 class ChatChoice:
     """Writes the chunks of one answer: the role with the first token, text, and at the end the reason.
 
     Args:
       num_top: number of top tokens with log-probabilities at each place; None for no log-probabilities.
       token_ids: whether chunks have their token ids.
+      parts: divides the answer; None if all of it is text.
     """
 
-    def __init__(self, index: int, texts: TokenTexts, num_top: int | None, token_ids: bool = False):
-        self.ended, self._token_ids = False, token_ids
+    def __init__(
+        self,
+        index: int,
+        texts: TokenTexts,
+        num_top: int | None,
+        token_ids: bool = False,
+        parts: AnswerParts | None = None,
+    ):
+        self.ended, self._token_ids, self._parts = False, token_ids, parts
         self._index, self._texts, self._num_top = index, texts, num_top
         self._started = False
 
@@ -154,11 +169,18 @@ class ChatChoice:
         scores = "null"
         if self._num_top is not None and new.token_ids:
             scores = _json(chat_logprobs(self._texts, new.token_ids, new.logprobs or (), self._num_top))
-        if new.text or scores != "null" or (self._token_ids and new.token_ids):
+        deltas, num_calls = [f'{{"content":{quoted(new.text)}}}'] if new.text else [], 0
+        if self._parts is not None:
+            num_before, found = self._parts.num_calls, self._parts.feed(new.text, new.finish_reason is not None)
+            num_calls, deltas = self._parts.num_calls, [_json(delta) for delta in deltas_of(found, num_before)]
+        if not deltas and (scores != "null" or (self._token_ids and new.token_ids)):
+            deltas = ['{"content":""}']
+        for delta in deltas:
             ids = f',"token_ids":{_json(new.token_ids)}' if self._token_ids else ""
-            pieces.append(self._piece(f'{{"content":{quoted(new.text)}}}', scores) + ids)
+            pieces.append(self._piece(delta, scores) + ids)
+            scores, new.token_ids = "null", []
         if new.finish_reason is not None:
-            pieces.append(self._piece("{}", "null", f'"{new.finish_reason}"'))
+            pieces.append(self._piece("{}", "null", f'"{reason_of(new, bool(num_calls))}"'))
         return pieces
 
     def _piece(self, delta: str, scores: str = "null", ends: str = "null") -> str:

@@ -43,6 +43,12 @@ class ServedModel:
         return self.names[0]
 
     @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the special tokens by their texts."""
+        pieces = {} if self.tokenizer is None else {i: self.tokenizer.piece(i) for i in self.tokenizer.added_ids}
+        return {piece.data.decode(errors="replace"): i for i, piece in pieces.items() if piece.special and piece.data}
+
+    @functools.cached_property
     def texts(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
 

@@ -11,6 +11,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from ksana_jax.serve.server.auth import OPEN_PATHS
 from ksana_jax.serve.server.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ksana_jax.serve.server.responses_models import ResponsesRequest
 
 Schema = dict[str, Any]
 _OBJECT: Schema = {"type": "object"}
@@ -39,6 +40,7 @@ _STATUSES = {
 _POSTED = {
     "/v1/completions": ("Continue texts or token ids", CompletionRequest, "completion"),
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, "completion"),
+    "/v1/responses": ("Answer a conversation by items", ResponsesRequest, "any"),
     "/tokenize": ("Token ids of a text or a conversation", TokenizeRequest, "tokens"),
     "/detokenize": ("Text of token ids", DetokenizeRequest, "text"),
 }
@@ -57,7 +59,11 @@ _USAGE = _answer(
     }
 )
 _CHOICE = _answer(
-    {"index": _COUNT, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": ["stop", "length"]}},
+    {
+        "index": _COUNT,
+        "logprobs": {"type": ["object", "null"]},
+        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+    },
     {"text": _TEXT, "message": _OBJECT},
 )
 _ANSWERS: dict[str, Schema] = {

@@ -1,5 +1,5 @@
 "use strict";
-// Draws /live once a second. What the server sends reaches the document as text only.
+// Draws /live once a second, and chats. What the server sends, Markdown too, reaches the document as text only.
 
 const SPAN_S = 120;
 const byId = (id) => document.getElementById(id);
@@ -15,10 +15,14 @@ byId("key-form").addEventListener("submit", (event) => {
   look();
 });
 
+function headers() {
+  const key = sessionStorage.getItem("key");
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
 async function look() {
   try {
-    const key = sessionStorage.getItem("key");
-    const response = await fetch("/live" + location.search, { headers: key ? { Authorization: `Bearer ${key}` } : {} });
+    const response = await fetch("/live" + location.search, { headers: headers() });
     const now = await response.json();
     if (response.status === 401 && byId("key-form").hidden) {
       byId("key-form").hidden = false;
@@ -79,6 +83,86 @@ function shape(name, attributes, text = "") {
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.textContent = text;
   return made;
+}
+
+const talk = []; // messages of the conversation
+let leaving = null; // ends the answer that is written
+
+byId("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!leaving && byId("message").value.trim()) answer(byId("message").value);
+});
+byId("message").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  byId("ask").requestSubmit();
+});
+byId("stop").addEventListener("click", () => leaving?.abort());
+byId("clear").addEventListener("click", () => {
+  leaving?.abort();
+  talk.length = 0;
+  byId("log").replaceChildren();
+});
+
+function say(kind, text) {
+  const made = document.createElement("p");
+  made.className = kind;
+  made.textContent = text;
+  byId("log").append(made);
+  byId("log").scrollTop = byId("log").scrollHeight;
+  return made;
+}
+
+async function answer(text) {
+  const said = { role: "user", content: text }, found = {}, shown = {};
+  const system = byId("system").value.trim(), schema = byId("schema").value.trim();
+  leaving = new AbortController();
+  byId("send").disabled = true;
+  byId("stop").disabled = false;
+  say("user", text);
+  try {
+    const body = { messages: [...(system ? [{ role: "system", content: system }] : []), ...talk, said], stream: true };
+    const model = new URLSearchParams(location.search).get("model");
+    if (model) body.model = model;
+    if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } };
+    const response = await fetch("/v1/chat/completions", {
+      method: "POST",
+      headers: { ...headers(), "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal: leaving.signal,
+    });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    byId("message").value = "";
+    for await (const event of events(response.body)) {
+      if (event.error) throw new Error(event.error.message);
+      for (const kind of ["reasoning_content", "content"]) {
+        const piece = event.choices[0]?.delta[kind];
+        if (!piece) continue;
+        found[kind] = (found[kind] ?? "") + piece;
+        (shown[kind] ??= say(kind, "")).textContent = found[kind];
+        byId("log").scrollTop = byId("log").scrollHeight;
+      }
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") say("error", error.message);
+  }
+  if (found.content) talk.push(said, { role: "assistant", content: found.content });
+  leaving = null;
+  byId("send").disabled = false;
+  byId("stop").disabled = true;
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let held = ""; ; ) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (held + value).split("\n");
+    held = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: {")) yield JSON.parse(line.slice(6));
+    }
+  }
 }
 
 async function keepLooking() {

@@ -1,7 +1,7 @@
-"""The web page at /, charts of requests, tokens and KV blocks, and the numbers that it draws, GET /live.
+"""The web page at /, a chat and charts of requests, tokens and KV blocks, and the numbers that it draws, GET /live.
 
 The page is page.html, page.css and page.js in one document that loads nothing else. It contains no data and is served
-without a key; it asks for the numbers with the key that its reader types in.
+without a key; it asks for numbers and answers with the key that its reader types in.
 """
 
 from __future__ import annotations

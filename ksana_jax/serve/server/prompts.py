@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ksana_jax.serve.server.errors import APIError, bad_request
+from ksana_jax.serve.server.message_models import Message
 from ksana_jax.serve.server.model import ServedModel
 from ksana_jax.serve.server.request_models import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    Message,
     OnePrompt,
     Template,
 )
@@ -98,6 +98,7 @@ async def chat_prompt(serving: Serving, asked: ChatRequest | OnePrompt) -> Promp
         )
     _check_chars(model, sum(len(message.content or "") for message in messages), "messages")
     options = {name: getattr(asked, name) for name in Template.model_fields}
+    options["tools"] = None if asked.tools is None else [tool.plain() for tool in asked.tools]
     text = await serving.in_thread(_render, tokenizer, messages, options)
     _check_chars(model, len(text), "messages")
     # A template writes the special tokens itself.

@@ -10,8 +10,7 @@ import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, model_validator
 
 from ksana_jax.core.request import (
     MAX_BAD_WORDS,
@@ -22,16 +21,14 @@ from ksana_jax.core.request import (
     SamplingParams,
 )
 from ksana_jax.serve.server.errors import APIError, bad_request
+from ksana_jax.serve.server.message_models import MAX_TOOLS, Messages, Name, NamedTool, Text, Tool, ToolFunction
 from ksana_jax.serve.server.response_format import structured
 from ksana_jax.serve.server.validation import Body
 
 MAX_N = 64
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 4096
-MAX_TOOLS = 1024
-# Token ids of a prompt, characters of a text.
+# Token ids of a prompt.
 MAX_IDS = 2**18
-MAX_CHARS = 8 * 2**20
 LARGEST = 2**31 - 1
 # Fields of OpenAI and vLLM that are refused, except for values that change nothing.
 UNSUPPORTED: dict[str, list[Any]] = {
@@ -61,9 +58,7 @@ UNSUPPORTED: dict[str, list[Any]] = {
 }
 
 # Lists fail at the first wrong entry: pydantic takes a tenth of a second to report 200,000.
-Text = Annotated[str, Field(max_length=MAX_CHARS)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-Name = Annotated[str, Field(max_length=256)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[list[Word], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -78,68 +73,6 @@ LogitBias = Annotated[
     Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
     AfterValidator(lambda bias: {int(token): value for token, value in bias.items()}),
 ]
-
-
-class TextPart(Body):
-    """A part of a message's content. Other services read cache_control; here prefixes are cached without it."""
-
-    type: Literal["text"]
-    text: Text
-    cache_control: Any = None
-
-
-class Function(BaseModel):
-    """The function of a tool call; the chat template gets all keys."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(BaseModel):
-    """A call of a tool in an earlier answer; the chat template gets all keys."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    function: Function
-
-
-Parts = Annotated[
-    list[TextPart],
-    Field(min_length=1, fail_fast=True),
-    AfterValidator(lambda parts: "\n".join(part.text for part in parts)),
-]
-
-
-class Message(Body):
-    """A message of a conversation. Clients send earlier answers back with all keys that they had."""
-
-    unsupported: ClassVar = dict.fromkeys(
-        ("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning"), ([], "")
-    )
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Parts | None = None
-    tool_calls: list[ToolCall] = Field([], fail_fast=True)
-    name: Name | None = None
-    tool_call_id: Name | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("role", "has tool_calls, its role must be assistant")
-        if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("content", "has neither content nor tool_calls")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the message for a chat template, with a content of None only if the client gave null."""
-        given = self.model_dump(exclude_unset=True)
-        return {key: value for key, value in given.items() if value is not None or key == "content"}
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Named(Body):
@@ -286,7 +219,7 @@ class Template(Body):
         None, description="end the prompt where the assistant's answer begins; the default"
     )
     continue_final_message: bool = Field(False, description="let the model continue the last message")
-    tools: list[dict[str, Any]] | None = Field(
+    tools: list[Tool] | None = Field(
         None, max_length=MAX_TOOLS, fail_fast=True, description="functions that the chat template shows to the model"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -302,13 +235,50 @@ class ChatRequest(Template, Generation):
     max_tokens: Positive | None = Field(None, description="an older name of max_completion_tokens")
     logprobs: bool = Field(False, description="return the log-probability of each token")
     top_logprobs: NumTop = Field(0, description="top tokens returned with them")
-    parallel_tool_calls: bool | None = Field(None, description="of no effect")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="whether the answer calls a tool; absent takes auto"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false keeps one call of an answer")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise bad_request(f"top_logprobs is {self.top_logprobs}, must be 0 without logprobs", "top_logprobs")
         return self
+
+    @property
+    def functions(self) -> list[ToolFunction]:
+        """Returns the functions that the answer may call."""
+        choice, tools = self.tool_choice, [tool.function for tool in self.tools or ()]
+        if isinstance(choice, NamedTool):
+            return [tool for tool in tools if tool.name == choice.function.name]
+        return [] if choice == "none" else tools
+
+    @property
+    def forces_call(self) -> bool:
+        """Returns whether the answer must be a call."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise bad_request(f"tools has {twice!r} twice", "tools")
+        if self.forces_call and not self.functions:
+            wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else "required"
+            raise bad_request(f"tool_choice is {wanted!r}, tools has {', '.join(names) or 'none'}", "tool_choice")
+        field = "structured_outputs" if self.structured_outputs is not None else "response_format"
+        if self.functions and (getattr(self, field) or {"type": "text"}) != {"type": "text"}:
+            raise bad_request(f"{field} does not go with tools, unless tool_choice is none", field)
+        return self
+
+    def refused(self, error: ValueError) -> APIError:
+        if self.functions:
+            # The grammar is made here: its lines say nothing to the client.
+            text = re.sub(r"at \d+\(\d+\): | \d+ \| .*", "", str(error))
+            text = re.sub("^structured_outputs has a grammar", "tools has a schema", text)
+            error = ValueError(text.replace("structured_outputs", "tool_choice" if self.forces_call else "tools", 1))
+        return super().refused(error)
 
 
 class OnePrompt(Named, Template):

@@ -10,6 +10,7 @@ from pathlib import Path
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError, system_reason
 from ksana_jax.core.lora import LoRARequest
+from ksana_jax.serve.server.tool_parsers.registry import PARSERS
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
@@ -73,6 +74,7 @@ class ServerSettings(HTTPSettings):
       sleep_level: of that sleep: 1 keeps the weights in host memory, 2 reads them again.
       device_memory_bytes: most bytes that the weights and pools of several models take on the device; idle ones sleep
         when another is asked for; None means no limit.
+      tool_call_parser: how the model writes tool calls, such as hermes; None takes its chat template's way.
       admin_keys: requests to /sessions, and to load and unload adapters, must send one of these.
     """
 
@@ -89,6 +91,7 @@ class ServerSettings(HTTPSettings):
     sleep_after: float | None = None
     sleep_level: int = 1
     device_memory_bytes: int | None = None
+    tool_call_parser: str | None = None
     admin_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self):
@@ -105,6 +108,8 @@ class ServerSettings(HTTPSettings):
             checks.integer("device_memory_bytes", self.device_memory_bytes, 1, 2**63 - 1, optional=True),
             error=ConfigError,
         )
+        if self.tool_call_parser not in (None, *PARSERS):
+            raise ConfigError(f"tool_call_parser is {self.tool_call_parser!r:.60}, must be one of {', '.join(PARSERS)}")
         if self.session_dir is not None and not self.admin_keys:
             raise ConfigError(f"session_dir is {self.session_dir!r} and needs admin_keys: any client could use it")
         for origin in self.allowed_origins:

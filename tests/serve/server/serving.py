@@ -98,6 +98,14 @@ class Served:
         [code] = self.exit_codes
         return code
 
+    def num_steps(self) -> int:
+        """Number of steps of an idle engine, those that ran ahead included."""
+        assert self.settled()
+        count = -1
+        while count != (count := len(self.llm.engine.records)):
+            time.sleep(0.05)
+        return count
+
     def settled(self) -> bool:
         """Waits until no request is left; returns whether no block is in use."""
         for _ in range(1000):

@@ -45,6 +45,7 @@ WRONG = {
     "spaces_between_special_tokens": [1],
     "prompt": [1, [], {}, [[]], [1, "a"], ["a", 1], ["a", [1]], [[1], "a"], [1.5], [True], [-1], [2**31], [[1], []]],
 }
+TOOL = {"type": "function", "function": {"name": "add"}}
 WRONG_CHAT = {
     "messages": [
         [],
@@ -69,7 +70,10 @@ WRONG_CHAT = {
     "logprobs": [1, 5, "true"],
     "top_logprobs": [21, -1, 2],  # 2: without logprobs
     "max_completion_tokens": [0, "5"],
-    "tools": ["f", {"name": "f"}, ["f"], [[1]], [{}] * 1025],
+    "tools": ["f", {"name": "f"}, ["f"], [[1]], [{}] * 1025, [TOOL, TOOL], [{"type": "web_search"}]]
+    + [[{"type": "function", "function": wrong}] for wrong in ({}, {"name": "a b"}, {"name": "f", "parameters": [1]})],
+    "tool_choice": ["any", "required", 1, {"type": "function"}, {"type": "function", "function": {"name": "f"}}],
+    "parallel_tool_calls": [1, "no"],
     "add_generation_prompt": [1, "yes"],
     "continue_final_message": [1, "yes"],
     "chat_template_kwargs": [[1], "a", {"messages": []}, {"range": 1}],
@@ -98,7 +102,7 @@ def test_every_field_has_wrong_values_here():
     fields, chat = CompletionRequest.model_fields, ChatRequest.model_fields
     unread = {"model", "metadata", "safety_identifier", "prompt_cache_key"}
     assert set(fields) - set(WRONG) - unread == {"skip_special_tokens", "add_special_tokens"}
-    assert set(chat) - set(fields) - set(WRONG_CHAT) == {"parallel_tool_calls"}
+    assert set(chat) - set(fields) == set(WRONG_CHAT) - set(fields)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

@@ -240,3 +240,29 @@ def test_a_server_that_goes_away_and_comes_back_is_noticed():
         await tab.until(READY)
 
     assert browse(scenario) == []
+
+
+@soaking
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_a_chat_has_a_system_prompt_and_a_schema_and_shows_text_alone(width, height):
+    async def scenario(tab, server):
+        await tab.look(width, height)
+        await tab.until(READY)
+        assert await tab.run("document.querySelector('#send').getBoundingClientRect().bottom <= innerHeight")
+        set_all = "for (const [id, text] of Object.entries({})) document.querySelector(`#${{id}}`).value = text;"
+        given = {"system": "be kind", "message": "**hi** <b>x</b>"}
+        await tab.run(set_all.format(given) + "document.querySelector('#ask').requestSubmit()")
+        await tab.until("document.querySelector('#log .content') && document.querySelector('#stop').disabled")
+        assert (
+            await tab.run(
+                "document.querySelector('#log .user').textContent + document.querySelectorAll('#log b').length"
+            )
+            == "**hi** <b>x</b>0"
+        )
+        await tab.run(
+            set_all.format({"schema": "{", "message": "a"}) + "document.querySelector('#ask').requestSubmit()"
+        )
+        await tab.until("document.querySelector('#log .error')?.textContent.includes('JSON')")
+        assert await tab.run("document.documentElement.scrollWidth <= innerWidth")
+
+    assert browse(scenario) == []

@@ -41,6 +41,8 @@ def plain(body):
         message["content"] = [{"type": "text", "text": "hi"}] if isinstance(content, list) else "hi"
         if message["role"] != "assistant":
             message["tool_calls"] = None
+    if "input" in body:
+        return {"input": "hi", **{name: body[name] for name in {"top_p", "stream", "user", "metadata"} & body.keys()}}
     if all(body.get(name) is None for name in ("prompt", "messages", "tokens")):
         body["prompt"] = "hi"
     if "tokens" in body:

@@ -1,0 +1,175 @@
+"""Parsers of tool calls on texts as the models' cards and templates write them, whole and in any pieces."""
+
+import json
+import random
+
+import pytest
+
+from ksana_jax.serve.server.answer_parts import MAX_CALL_CHARS, AnswerParts, Call, Text, message_of, thinking_tags
+from ksana_jax.serve.server.tool_parsers.base import NAME
+from ksana_jax.serve.server.tool_parsers.registry import PARSERS, parser_for
+
+NAMES = ("f", "g")
+F, G = Call("f", '{"a": 1}'), Call("g", "{}")
+CALLS = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+CALL = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
+# By parser: texts, and the content and calls in them.
+READ = [
+    ("hermes", 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', ["Hm.", F]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>\n'
+        '<tool_call>{"name": "g"}</tool_call>.',
+        [Call("f", '{"a": "</tool_call>"}'), G, "."],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [F]),
+    ("smollm", '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</tool_call>', [F, G]),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', [F, G]),
+    ("llama3_json", '\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [F]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', [F, G]),
+    ("mistral_args", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}', [F, G]),
+    (
+        "deepseek_v31",
+        "So:" + CALLS.format(CALL.format('f<｜tool▁sep｜>{"a": 1}') + CALL.format("g<｜tool▁sep｜>{}")),
+        ["So:", F, G],
+    ),
+    ("deepseek_v3", CALLS.format(CALL.format('function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```')), [F]),
+    ("gemma", "```tool_code\nprint(f(a=1))\ng()\n```", [F, G]),
+    ("pythonic", "[f(a=1), g()]", [F, G]),
+    ("pythonic", "<|tool_call_start|>[f(a=1)]<|tool_call_end|>Done.", [F, "Done."]),
+    (
+        "pythonic",
+        "[f(a='x\\'], \"', b=[-1.5e3, true, None], c={'k': {}})]",
+        [Call("f", json.dumps({"a": "x'], \"", "b": [-1500.0, True, None], "c": {"k": {}}}))],
+    ),
+]
+# Texts that stay as they are.
+BROKEN = [
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}'),
+    ("hermes", "<tool_call>{name: f}</tool_call> and more"),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'),
+    ("hermes", "<tool_call>" + '{"name": "f", "arguments": {"a": "' + "x" * MAX_CALL_CHARS + '"}}</tool_call>'),
+    ("hermes", "<tool_call>" + "[" * 30_000 + "</tool_call>"),
+    ("smollm", "<tool_call>[1]</tool_call>"),
+    ("llama3_json", '{"a": 1} is JSON'),
+    ("llama3_json", '{"name": "f"}'),
+    ("llama3_json", 'Call {"name": "f", "parameters": {}}'),
+    ("mistral", "[TOOL_CALLS] f"),
+    ("mistral", "[TOOL_CALLS][1]"),
+    ("deepseek_v31", CALLS.format(CALL.format("f{}"))),
+    ("gemma", "```tool_code\nimport os\n```"),
+    ("gemma", "```tool_code\nf(a=__import__('os'))\n```"),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "[]"),
+    ("pythonic", "[f(a=g())]"),
+    ("pythonic", "[f(1)]"),
+    ("pythonic", "[f(a='x"),
+    ("pythonic", "[f(a='\\N{none}')]"),
+    ("pythonic", "[f(a=" + "[" * 20_000 + "]" * 20_000 + ")]"),
+]
+TAGS = ("<think>", "</think>")
+
+
+def merged(parts):
+    """Content as texts, reasoning as (text,), neighbours joined."""
+    found = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Text) and isinstance(last, Text) and last.kind == part.kind:
+            found[-1] = Text(part.kind, last.text + part.text)
+        else:
+            found.append(part)
+    of_kind = {"content": str, "reasoning_content": lambda text: (text,)}
+    return [of_kind[one.kind](one.text) if isinstance(one, Text) else one for one in found]
+
+
+def in_pieces(parts, text, seed=0):
+    draw, found = random.Random(seed), []
+    while text:
+        count = draw.choice((1, 1, 2, 3, 8)) if len(text) < 2000 else 1000
+        found, text = found + parts.feed(text[:count]), text[count:]
+    return merged(found + parts.feed("", last=True))
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), READ)
+@pytest.mark.parametrize("before", ["", "<think>I {call}.</think>\n\n"])
+def test_calls_are_found_whatever_the_pieces(name, text, expected, before):
+    thinking = TAGS if before else None
+    expected = [("I {call}.",), *expected] if before else expected
+    assert merged(AnswerParts(thinking, PARSERS[name], NAMES).feed(before + text, last=True)) == expected
+    for seed in range(20):
+        assert in_pieces(AnswerParts(thinking, PARSERS[name], NAMES), before + text, seed) == expected
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN)
+def test_what_is_no_call_stays_text(name, text):
+    assert merged(AnswerParts(None, PARSERS[name], NAMES).feed(text, last=True)) == [text]
+    assert in_pieces(AnswerParts(None, PARSERS[name], NAMES), text) == [text]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_form_that_a_grammar_enforces_is_read_back(name):
+    form = PARSERS[name].form
+    if form is None:
+        pytest.skip("not JSON")
+    calls = [form.begin.replace(NAME, call.name) + call.arguments + form.end for call in (F, G)]
+    text = form.before + form.between.join(calls) + form.after
+    assert merged(AnswerParts(None, PARSERS[name], NAMES).feed(text, last=True)) == [F, G]
+
+
+def test_one_call_is_kept_if_more_are_not_wanted():
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    assert in_pieces(AnswerParts(None, PARSERS["hermes"], NAMES, several=False), text) == [F]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "expected"),
+    [
+        (TAGS, "<think>\nHm</think>\n\nYes", [("Hm",), "Yes"]),
+        (TAGS, "Yes <think>", ["Yes <think>"]),
+        (TAGS, "<thinker> ", ["<thinker> "]),
+        (("", "</think>"), "Hm < 3</think>Yes", [("Hm < 3",), "Yes"]),
+        (("", "</think>"), "Hm</th", [("Hm</th",)]),
+        (None, " <think>", [" <think>"]),
+    ],
+)
+def test_reasoning_is_divided_from_the_answer(thinking, text, expected):
+    for seed in range(10):
+        assert in_pieces(AnswerParts(thinking), text, seed) == expected
+
+
+def test_the_end_of_the_prompt_says_whether_reasoning_has_begun():
+    template = "{% if x %}</think>{% endif %}"
+    assert thinking_tags(template, "a:") == TAGS
+    assert thinking_tags(template, "a:<think>\n") == ("", "</think>")
+    assert thinking_tags(template, "a:<think>\n\n</think>\n\n") is None
+    assert thinking_tags("a", "<think>") is None
+
+
+def test_a_message_has_only_what_the_answer_has():
+    assert message_of([]) == {"role": "assistant", "content": ""}
+    message = message_of([Text("reasoning_content", "Hm"), F])
+    assert (message["content"], message["reasoning_content"]) == (None, "Hm")
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'} and len(call["id"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("For each function call return <tool_call>...", "hermes"),
+        ("{{ '<|python_tag|>' }}", "llama3_json"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS] [ARGS]", "mistral_args"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+        ("named SmolLM, trained by", "smollm"),
+        ("<|tool_call_start|>", "pythonic"),
+        ("```tool_code", "gemma"),
+        ("{{ messages }}", "llama3_json"),
+    ],
+)
+def test_a_template_chooses_its_parser(template, name):
+    assert parser_for(template) is PARSERS[name]
