@@ -66,9 +66,13 @@ class LinearImplementation(NamedTuple):
         return joined(params, config, consume=consume) if joins else params
 
 
-def _native(kind: type[Operators] = Operators, linear: Linear = native_operators.linear) -> Operators:
+def _native(kind: type[Operators] = Operators) -> Operators:
     register_targets()
-    return kind(linear, grouped=native_operators.grouped)
+    return kind(native_operators.linear, grouped=native_operators.grouped, by_head=native_operators.by_head)
+
+
+def _mixed() -> Operators:
+    return dataclasses.replace(_native(), linear=native_operators.linear_of_few_rows, by_head=None)
 
 
 def _hopper() -> Operators:
@@ -106,9 +110,7 @@ LINEAR_IMPLEMENTATIONS = (
         row_by_row=True,
         needs=f"{_NEEDS}; bf16: no AMX",
     ),
-    LinearImplementation(
-        "mixed", functools.partial(_native, linear=native_operators.linear_of_few_rows), _not_native, needs=_NEEDS
-    ),
+    LinearImplementation("mixed", _mixed, _not_native, needs=_NEEDS),
     LinearImplementation("native", _native, _not_native, row_by_row=True, needs=_NEEDS),
     LinearImplementation(
         "hopper",

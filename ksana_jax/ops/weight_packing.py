@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.block_matrix import BlockMatrix, Blocks, PackedBlocks, packed_blocks, unpacked_blocks
 from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.models.latents import TransposedHeads, rows_of_heads, transposed_heads
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import Params, weight_fields, weights_of
@@ -89,7 +91,13 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False, only_b
     layers = []
     for p, spec in zip(params.layers, config.layers, strict=True):
         mlp = mlp_kind(spec.mlp.kind)
-        layers.append(_changed(p, of, () if mlp.quantises else mlp.shapes(config.d_model, spec.mlp)))
+        p = _changed(p, of, () if mlp.quantises else mlp.shapes(config.d_model, spec.mlp))
+        if isinstance(w := p.w_uk, jax.Array | jax.ShapeDtypeStruct) and not only_blocks:
+            transpose = jax.jit(functools.partial(transposed_heads, num_heads=spec.attention.num_heads))
+            p = p.replace(w_uk=jax.eval_shape(transpose, w) if abstract else jax.block_until_ready(transpose(w)))
+            if consume and not abstract:
+                w.delete()
+        layers.append(p)
     embed = params.embed if params.head is not None else of(params.embed)
     return _changed(params, of).replace(embed=embed, layers=tuple(layers))
 
@@ -106,7 +114,10 @@ def _packer(w: Any) -> Callable[[Any], Any]:
 
 def unpacked(params: Params) -> Params:
     """Returns weights as they were before `packed`."""
-    layers = tuple(_changed(p, unpack) for p in params.layers)
+    layers = [_changed(p, unpack) for p in params.layers]
+    layers = tuple(
+        p.replace(w_uk=rows_of_heads(p.w_uk)) if isinstance(p.w_uk, TransposedHeads) else p for p in layers
+    )
     return _changed(params, unpack).replace(embed=unpack(params.embed), layers=layers)
 
 
