@@ -12,7 +12,7 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.core.operator_settings import first_serving
 from ksana_jax.models.joined import joined
-from ksana_jax.models.layers import Linear, Normalise
+from ksana_jax.models.layers import Normalise
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.native.callers import why_not_called

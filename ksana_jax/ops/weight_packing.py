@@ -115,9 +115,7 @@ def _packer(w: Any) -> Callable[[Any], Any]:
 def unpacked(params: Params) -> Params:
     """Returns weights as they were before `packed`."""
     layers = [_changed(p, unpack) for p in params.layers]
-    layers = tuple(
-        p.replace(w_uk=rows_of_heads(p.w_uk)) if isinstance(p.w_uk, TransposedHeads) else p for p in layers
-    )
+    layers = tuple(p.replace(w_uk=rows_of_heads(p.w_uk)) if isinstance(p.w_uk, TransposedHeads) else p for p in layers)
     return _changed(params, unpack).replace(embed=unpack(params.embed), layers=layers)
 
 

@@ -151,7 +151,9 @@ def test_packed_codes_are_read_as_their_codec_decodes_them(name, spec):
 def test_a_query_is_the_same_bit_by_bit_whatever_tile_it_is_in(pattern, sides, soft_cap, dtype):
     spec = Spec(rows=((190, 60),), q_tile=60, head_dim=40, pattern=pattern, sink_queries=6, soft_cap=soft_cap)
     call = in_float32(spec)
-    q, kv, q_sink = (None if x is None else x.astype(dtype) for x in (call.q, call.pool.kv[:, :, :sides], call.options.q_sink))
+    q, kv, q_sink = (
+        None if x is None else x.astype(dtype) for x in (call.q, call.pool.kv[:, :, :sides], call.options.q_sink)
+    )
     call = call.replace(q=q, pool=Pool(kv), q_sink=q_sink, return_mass=False, mass_factor=None)
     run = jax.jit(KERNEL.run, static_argnames="tuning")
 
