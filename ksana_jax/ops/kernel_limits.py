@@ -83,10 +83,8 @@ def _example_write(needs: Requirements) -> contract.Write:
 
 
 def _example_pool(needs: Requirements) -> contract.Pool:
-    shape, arrays = (
-        (2, 1, needs.sides, needs.num_kv_heads, needs.block_size),
-        find_codec(needs.codec).arrays(needs.head_dim),
-    )
+    shape = 2, 1, needs.sides, needs.num_kv_heads, needs.block_size
+    arrays = find_codec(needs.codec).arrays(needs.head_dim)
     leaves: Any = {name: jax.ShapeDtypeStruct((*shape, *size), dtype) for name, (size, dtype) in arrays.items()}
     leaves["kv"] = jax.ShapeDtypeStruct(leaves["kv"].shape, needs.dtype)  # which may be bits
     return pool_of(KVCache(leaves, needs.codec))

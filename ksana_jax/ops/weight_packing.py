@@ -92,11 +92,12 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False, only_b
     for p, spec in zip(params.layers, config.layers, strict=True):
         mlp = mlp_kind(spec.mlp.kind)
         p = _changed(p, of, () if mlp.quantises else mlp.shapes(config.d_model, spec.mlp))
-        if isinstance(w := p.w_uk, jax.Array | jax.ShapeDtypeStruct) and not only_blocks:
+        w_uk: Any = p.w_uk
+        if w_uk is not None and not isinstance(w_uk, TransposedHeads) and not only_blocks:
             transpose = jax.jit(functools.partial(transposed_heads, num_heads=spec.attention.num_heads))
-            p = p.replace(w_uk=jax.eval_shape(transpose, w) if abstract else jax.block_until_ready(transpose(w)))
+            p = p.replace(w_uk=jax.eval_shape(transpose, w_uk) if abstract else jax.block_until_ready(transpose(w_uk)))
             if consume and not abstract:
-                w.delete()
+                w_uk.delete()
         layers.append(p)
     embed = params.embed if params.head is not None else of(params.embed)
     return _changed(params, of).replace(embed=embed, layers=tuple(layers))

@@ -244,7 +244,8 @@ def test_latents_of_8_bits_change_distributions_little_and_take_the_bytes_of_the
     for dtype in ("auto", "int8", "latent8"):
         llm = LLM.from_params(config, weights, **SETTINGS, num_blocks=40, kv_cache_dtype=dtype)
         [output] = llm.generate({"prompt_token_ids": PROMPTS[0]}, forced)
-        found[dtype] = np.exp(output.outputs[0].distributions)
+        scores: Any = output.outputs[0].distributions
+        found[dtype] = np.exp(scores)
     assert llm.runner.cache.nbytes == 40 * 4 * 2 * (128 + 4 + 16) == 40 * llm.engine.scheduler.layout.block_bytes
     of_int8, of_latent8 = (np.abs(found[name] - found["auto"]).mean() for name in ("int8", "latent8"))
     assert 0 < of_latent8 < of_int8
