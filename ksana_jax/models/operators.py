@@ -26,8 +26,7 @@ class Operators:
 
     linear: products with weights, with the contract of `layers.linear`.
     normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
-    grouped: gives the products of sorted rows with a stack of matrices, as `native_operators.grouped` does; or None.
-    by_head: products of x [..., N, in] with a matrix [N, out, in] for each head; or None.
+    grouped, by_head: `native_operators.grouped` of a stack of matrices, `native.grouped.by_head`; or None.
     real: which rows of a step are of tokens, bool [...], inside its program; None if all are.
     """
 

@@ -70,8 +70,7 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
 
 def _check_shapes(call: Call) -> None:
     (s, width, n, h), (m, layers, sides, k, b, _) = call.q.shape, call.pool.kv.shape
-    queries, options = f"queries are {list(call.q.shape)}", call.options
-    levels = call.pool.levels
+    queries, options, levels = f"queries are {list(call.q.shape)}", call.options, call.pool.levels
     stored = h if levels is None else h * (len(levels).bit_length() - 1) // 8
     check_shape("the pool", call.pool.kv.shape, (m, layers, 1 if sides == 1 else 2, k, b, stored), queries)
     if call.pool.scales is not None and h % (groups := math.prod(call.pool.scales.shape[5:])):

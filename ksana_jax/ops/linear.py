@@ -16,6 +16,7 @@ from ksana_jax.models.layers import Normalise
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.native.callers import why_not_called
+from ksana_jax.native.grouped import by_head
 from ksana_jax.native.target import DTYPES, register_targets
 from ksana_jax.ops import native_operators
 from ksana_jax.ops.weight_packing import packed
@@ -68,7 +69,7 @@ class LinearImplementation(NamedTuple):
 
 def _native(kind: type[Operators] = Operators) -> Operators:
     register_targets()
-    return kind(native_operators.linear, grouped=native_operators.grouped, by_head=native_operators.by_head)
+    return kind(native_operators.linear, grouped=native_operators.grouped, by_head=by_head)
 
 
 def _mixed() -> Operators:

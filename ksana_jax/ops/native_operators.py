@@ -9,7 +9,6 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 from ksana_jax.core import processor
 from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
@@ -66,14 +65,6 @@ def grouped(w: jax.Array | Matrix) -> Callable[..., jax.Array] | None:
     if isinstance(w, Int8Matrix) and not w.rounds_inputs:
         return functools.partial(grouped_linear, w=w.codes, scales=w.scales)
     return None if isinstance(w, Matrix) else functools.partial(grouped_linear, w=w)
-
-
-def by_head(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiplies x [..., N, in] by a matrix for each head, w [N, out, in]: [..., N, out]."""
-    rows = jnp.moveaxis(x, -2, 0)
-    counts = jnp.full(len(w), rows[0].size // x.shape[-1], jnp.int32)
-    y = grouped_linear(rows.reshape(-1, x.shape[-1]), w, counts)
-    return jnp.moveaxis(y.reshape(*rows.shape[:-1], -1), 0, -2)
 
 
 def normaliser(spec: NormSpec) -> Normalise:
