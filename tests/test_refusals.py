@@ -26,6 +26,8 @@ SOME = {
     "kv_full_precision_layers": {"kv_full_precision_layers": [0]},
     refusals.ABSOLUTE: {"kv_eviction": {"method": "knorm", "budget": 20}},
     refusals.LATENTS: {"latent": LatentSpec(8, 4, 4, 4), "num_kv_heads": 1, "head_dim": 12},
+    "kv_cache_dtype latent8": {"kv_cache_dtype": "latent8"},
+    refusals.NO_LATENTS: {},
     refusals.READS_OUTPUTS: {"kv_eviction": {"method": "criticalkv", "budget": 20}},
     refusals.ALIBI: {"alibi": (0.5, 0.25, 0.125, 0.0625)},
     refusals.SHARED_KV: {"kv_layers": (0, 0)},

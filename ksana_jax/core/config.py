@@ -186,7 +186,8 @@ class EngineConfig:
         32, and operators.linear "xla" does not. None leaves all weights in `dtype`.
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2",
-        "hadamard4", "turboquant4" and the same with 3 and 2 bits; one in `BLOCK_CODECS`, such as "kivi4"; or
+        "hadamard4", "turboquant4" and the same with 3 and 2 bits; "latent8", see `methods.codecs.latent`; one in
+        `BLOCK_CODECS`, such as "kivi4"; or
         "package.module:name" of your own. int8, fp8_e4m3 and turboquant have a float32 scale per token and KV head,
         int4 to int2 and hadamard a float16 scale and zero per token and 64 channels of a KV head.
         Block codecs ("kivi4", "gear4", "gear_l4", "kvquant4", and the same with 3 and 2 bits) encode whole blocks and

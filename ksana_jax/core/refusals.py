@@ -47,6 +47,7 @@ NO_FULL_LAYER = "patterns without a layer of full attention"
 BY_HEAD = "patterns that differ between the kv heads of a layer"
 SHARED_KV, OTHER_PATTERN = "layers that read another layer's keys and values", "another pattern than that layer's"
 LATENTS, READS_OUTPUTS = "a model with latents", "kv_eviction that reads the output matrix of each head"
+NO_LATENTS = "a model without latents"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
 BRANCHES = "speculative_config with branches"
 COMPARES = 'speculative_config with another acceptance than "sampled"'
@@ -80,6 +81,7 @@ REFUSALS = (
     Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
     Refusal(LATENTS, WHOLE_BLOCKS, "it encodes keys and values apart, and latents are both"),
+    Refusal("kv_cache_dtype latent8", NO_LATENTS, "it encodes latents apart from their rotated numbers"),
     Refusal(LATENTS, READS_OUTPUTS, "that matrix multiplies values, which heads compute from latents"),
     Refusal(SHARED_KV, OTHER_PATTERN, "a block keeps the tokens to which the layer that writes it attends"),
     Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),

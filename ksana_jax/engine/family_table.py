@@ -44,7 +44,7 @@ def row(family: Family) -> tuple[str, ...]:
         _positions(config),
         ", ".join([config.norm_placement, config.norm, *["windows"] * (windows != {None})]),
         config.mlp,
-        "yes" if row_by_row and config.alibi is None and config.latent is None else "no",
+        "yes" if row_by_row and config.alibi is None else "no",
         f"`{gguf}`" if (gguf := (own | SHARED).get(family.model_type)) else "no",
     )
 

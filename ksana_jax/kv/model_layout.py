@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.core import refusals, shared_kv
-from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
-from ksana_jax.kv.codecs.registry import find_codec, find_sealing
+from ksana_jax.kv.codecs.registry import LATENT_CODECS, find_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
@@ -59,6 +60,8 @@ def layout_of(
         refusals.check(used | {refusals.WHOLE_BLOCKS: name})
         return _sealed(model, seen, sources, sealing, dtype, exact_dtype, block_size)
     assert isinstance(dtype, str)
+    if dtype in LATENT_CODECS:
+        _check_latent(model, dtype)
     layers = sorted(set(sources))
     groups = group_layers(seen, None if eviction is None else _shares(eviction, seen, layers), layers)
     num_layers, heads, sides = len(groups[0].layers), model.num_kv_heads, 2 if model.latent is None else 1
@@ -84,6 +87,18 @@ def layout_of(
     leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
     schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size)
     return KVLayout(groups, block_size, tuple(leaves), dtype, schedule, sources=sources)
+
+
+def _check_latent(model: ModelConfig, dtype: str) -> None:
+    """Checks that a codec of latents encodes a model's latents apart from their rotated numbers."""
+    refusals.check({f"kv_cache_dtype {dtype}": True, refusals.NO_LATENTS: model.latent is None})
+    latent = model.latent
+    codes = math.prod(find_codec(dtype).arrays(model.head_dim)["kv"][0])
+    if latent is not None and latent.rank != codes:
+        raise ConfigError(
+            f"kv_cache_dtype {dtype} encodes {codes} of {model.head_dim} numbers of a token, the model's latent has "
+            f"{latent.rank}: it must be a multiple of 128, with fewer than 128 rotated numbers next to it"
+        )
 
 
 def codec_name(dtype: str | Mapping[str, Any]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -21,26 +22,54 @@ def project(x: jax.Array, p: LayerParams, spec: LayerSpec, operators: Operators)
     Halves of the rotated numbers come before halves of the others, so that i is rotated with i + H/2.
     """
     latent, linear, normed = cast(LatentSpec, spec.attention.latent), operators.linear, operators.normed
-    norms, w_uk = dataclasses.replace(spec.norms, kind="rms", eps=latent.eps), cast(jax.Array, p.w_uk)
+    norms = dataclasses.replace(spec.norms, kind="rms", eps=latent.eps)
     x = normed(x, p.attn_norm, spec.norms)
     if latent.query_rank is None:
         q = linear(x, p.w_q_plain)
     else:
         q = linear(normed(linear(x, p.w_q_a), p.q_a_norm, norms), p.w_q_b)
     plain, turned = jnp.split(q.reshape(*x.shape[:-1], -1, latent.plain + latent.rotated), [latent.plain], axis=-1)
-    # Sums are in float32; XLA on CPUs has no batched products of bfloat16 that give it.
-    of_rank = jnp.einsum("...NP,NPR->...NR", plain, w_uk.reshape(-1, latent.plain, latent.rank))
+    of_rank = _by_head(plain, _by_rank(p.w_uk, latent), operators)
     c, shared = jnp.split(linear(x, p.w_kv_a), [latent.rank], axis=-1)
     kv = _in_halves(shared, normed(c, p.kv_a_norm, norms), latent)[..., None, :]
     return _in_halves(turned, of_rank, latent), kv, kv
 
 
 @jax.named_scope("output")
-def values(attended: jax.Array, p: LayerParams, latent: LatentSpec) -> jax.Array:
+def values(attended: jax.Array, p: LayerParams, latent: LatentSpec, operators: Operators) -> jax.Array:
     """Returns each head's weighted sum of values [..., N, V] from that of what the pool stores [..., N, H]."""
-    half, w_uv = attended.shape[-1] // 2, cast(jax.Array, p.w_uv)
+    half, w_uv = attended.shape[-1] // 2, cast(jax.Array, p.w_uv).reshape(-1, latent.value, latent.rank)
     halves = attended[..., latent.rotated // 2 : half], attended[..., half + latent.rotated // 2 :]
-    return jnp.einsum("...NR,NVR->...NV", jnp.concatenate(halves, axis=-1), w_uv.reshape(-1, latent.value, latent.rank))
+    return _by_head(jnp.concatenate(halves, axis=-1), w_uv, operators)
+
+
+@flax.struct.dataclass
+class TransposedHeads:
+    """UK of all heads as products read it. by_rank: [N, rank, plain]."""
+
+    by_rank: jax.Array
+
+
+def transposed_heads(w_uk: jax.Array, num_heads: int) -> TransposedHeads:
+    """Transposes UK [N*plain, rank] head by head, which XLA would do in each step of several tokens."""
+    return TransposedHeads(w_uk.reshape(num_heads, -1, w_uk.shape[1]).swapaxes(1, 2))
+
+
+def rows_of_heads(w_uk: TransposedHeads) -> jax.Array:
+    """Undoes `transposed_heads`."""
+    return w_uk.by_rank.swapaxes(1, 2).reshape(-1, w_uk.by_rank.shape[1])
+
+
+def _by_rank(w_uk: Any, latent: LatentSpec) -> jax.Array:
+    if isinstance(w_uk, TransposedHeads):
+        return w_uk.by_rank
+    return w_uk.reshape(-1, latent.plain, latent.rank).swapaxes(1, 2)
+
+
+def _by_head(x: jax.Array, w: jax.Array, operators: Operators) -> jax.Array:
+    """Multiplies x [..., N, in] by w [N, out, in]. Sums are in float32; XLA on CPUs has no batched products of bfloat16
+    that give it."""
+    return jnp.einsum("...NI,NOI->...NO", x, w) if operators.by_head is None else operators.by_head(x, w)
 
 
 def _in_halves(rotated: jax.Array, others: jax.Array, latent: LatentSpec) -> jax.Array:

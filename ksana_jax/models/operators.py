@@ -26,13 +26,14 @@ class Operators:
 
     linear: products with weights, with the contract of `layers.linear`.
     normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
-    grouped: gives the products of sorted rows with a stack of matrices, as `native_operators.grouped` does; or None.
+    grouped, by_head: `native_operators.grouped` of a stack of matrices, `native.grouped.by_head`; or None.
     real: which rows of a step are of tokens, bool [...], inside its program; None if all are.
     """
 
     linear: Linear = layers.linear
     normaliser: Callable[[NormSpec], Normalise] = layers.normaliser
     grouped: Callable[..., Callable[..., jax.Array] | None] | None = None
+    by_head: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     real: jax.Array | None = None
 
     def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:

@@ -86,7 +86,7 @@ def run_layers(
             latent = spec.attention.latent
             projected = operators.queries_keys_values(x, p, spec) if latent is None else project(x, p, spec, operators)
             out, state = attend(index, *projected, state)
-            x = operators.after_attention(x, out if latent is None else values(out, p, latent), p, spec, after)
+            x = operators.after_attention(x, values(out, p, latent, operators) if latent else out, p, spec, after)
             x = x if after_layer is None else after_layer(index, x)
     return x, state
 

@@ -9,6 +9,8 @@ namespace {
 
 // Scores that are worth waking another thread for: about 30 us.
 constexpr int64_t kWorthThreads = 1 << 12;
+// Rows below which a job costs more for reading its keys than for products with them.
+constexpr int64_t kLeastRows = 8;
 
 // An upper bound of the number of scores, from the blocks present.
 int64_t NumScores(const Call& call) {
@@ -32,8 +34,13 @@ void Run(const Call& call, const Threads& threads) {
 
 }  // namespace
 
-void Attend(const Call& call, const Threads& threads) {
-  if (call.pool.stored == kBfloat16 && call.queries.stored == kBfloat16) Run<Bfloat16>(call, threads);
+void Attend(Call call, const Threads& threads) {
+  // Few jobs, as of one query whose heads share their keys, are divided until each thread has one.
+  call.rows_of_job = kJobRows;
+  while (call.num_jobs() < threads.count && call.rows_of_job >= 2 * kLeastRows) call.rows_of_job /= 2;
+  // Without an instruction for products of bfloat16, blocks that are keys and values of many heads are widened once.
+  const bool widens = call.sides == 1 && !Bfloat16::kAtOnce;
+  if (call.pool.stored == kBfloat16 && call.queries.stored == kBfloat16 && !widens) Run<Bfloat16>(call, threads);
   else Run<Float32>(call, threads);
 }
 

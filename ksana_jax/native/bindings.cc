@@ -46,11 +46,11 @@ ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   const auto dims = q.dimensions(), of_pool = kv.dimensions();
   Call call{};
   call.s = dims[0], call.q = dims[1], call.n = dims[2], call.h = dims[3];
-  call.l = of_pool[1], call.k = of_pool[3], call.b = of_pool[4];
+  call.l = of_pool[1], call.sides = of_pool[2], call.k = of_pool[3], call.b = of_pool[4];
   const auto of_tables = tables.dimensions();
   call.p = of_tables.back(), call.by_head = of_tables.size() == 3;
   call.j = q_sink.element_count() ? q_sink.dimensions()[2] : 0;
-  if (call.h > 512) return ffi::Error::InvalidArgument("head dim above 512");
+  if (call.h > 1024) return ffi::Error::InvalidArgument("head dim above 1024");
   call.queries = VectorsOf(q, asked, call.h);
   call.pool = VectorsOf(kv, stored, call.h);
   call.pool.scales = Data(scales), call.pool.zeros = Data(zeros), call.pool.levels = OrNull(levels);

@@ -71,7 +71,7 @@ struct Rest {
   Rounded rounded;
 };
 
-void Attend(const Call& call, const Threads& threads);
+void Attend(Call call, const Threads& threads);
 void Linear(const Product& product, Stored stored, const Threads& threads);
 void LinearOfGroups(const GroupedProduct& grouped, Stored stored, const Threads& threads);
 template <typename Kind>  // Norm or LayerNorm

@@ -52,6 +52,14 @@ def grouped_linear(
     return (y if b is None else y + b).astype(dtype)
 
 
+def by_head(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiplies x [..., N, in] by a matrix for each head, w [N, out, in]: [..., N, out]."""
+    rows = jnp.moveaxis(x, -2, 0)
+    counts = jnp.full(len(w), rows[0].size // x.shape[-1], jnp.int32)
+    y = grouped_linear(rows.reshape(-1, x.shape[-1]), w, counts)
+    return jnp.moveaxis(y.reshape(*rows.shape[:-1], -1), 0, -2)
+
+
 def grouped_blocks(x: jax.Array, w: Any, counts: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     """The same with packed matrices in blocks, which round x to codes as `native.operators.project` does.
 

@@ -22,7 +22,8 @@ constexpr int64_t kFewRows = 4;
 
 // The arrays of a call. Sizes have the letters of the contract.
 struct Call {
-  int64_t s, q, n, h, l, k, b, p, j;
+  int64_t s, q, n, h, l, sides, k, b, p, j;
+  int64_t rows_of_job;  // at most kJobRows
   bool by_head;  // each kv head has a table: [S, K, P] in place of [S, P]
   Vectors queries, pool;  // results have the queries' type
   const int32_t* tables;
@@ -41,13 +42,14 @@ struct Call {
   int64_t group() const { return n / k; }
   int64_t num_jobs() const { return s * k * JobsOfHead(); }
   int64_t NumTables() const { return by_head ? s * k : s; }
-  int64_t JobsOfHead() const { return (q * group() + kJobRows - 1) / kJobRows; }
+  int64_t JobsOfHead() const { return (q * group() + rows_of_job - 1) / rows_of_job; }
   int64_t BlocksOfPiece() const { return std::max<int64_t>(1, kPieceKeys / b); }
   int64_t MostKeys() const { return RoundUp(BlocksOfPiece() * b, 2 * kLanes); }
 
-  // Index of the first number of a block's keys (side 0) or values (side 1) in units of vectors.
+  // Index of the first number of a block's keys (side 0) or values (side 1) in units of vectors. A pool with one side
+  // has vectors that are both.
   int64_t VectorOf(int64_t block, int64_t side, int64_t head) const {
-    return (((block * l + layer) * 2 + side) * k + head) * b;
+    return (((block * l + layer) * sides + side % sides) * k + head) * b;
   }
 };
 
@@ -55,9 +57,9 @@ struct Call {
 template <typename Type>
 struct Scratch {
   const int64_t words, wide, most_keys;
-  std::vector<int32_t> queries, block, keys, values, zeros;
+  Lines<int32_t> queries, block, keys, values, zeros;
   std::vector<const int32_t*> rows, ahead;  // keys or values of a piece, and of the next one
-  std::vector<float> scores, out, query, key;
+  Lines<float> scores, out, query, key;
   std::vector<int32_t> positions, key_positions, seen;
   std::vector<float> top, total;
   std::vector<int64_t> live;  // table entries with a key that may be visible
@@ -84,8 +86,8 @@ class Job {
     const int64_t of_head = call.JobsOfHead();
     tile_ = index / of_head / call.k;
     head_ = index / of_head % call.k;
-    first_row_ = index % of_head * kJobRows;
-    rows_ = std::min(kJobRows, call.q * call.group() - first_row_);
+    first_row_ = index % of_head * call.rows_of_job;
+    rows_ = std::min(call.rows_of_job, call.q * call.group() - first_row_);
     first_ = kFar;
     last_ = -1;
     for (int64_t r = 0; r < rows_; ++r) {
@@ -165,6 +167,9 @@ class Job {
   // True if blocks are read where they are.
   bool InPlace() const { return call_.h == scratch_.wide && call_.pool.stored == Type::kStored; }
 
+  // True if the vectors of a block are its keys and its values: they are read once for both, and for all heads.
+  bool BothAtOnce() const { return call_.sides == 1; }
+
   // Returns the block that is read a piece after the i-th one of this piece, to prefetch it meanwhile: blocks
   // are anywhere in memory. After the last one of a kv head come the next head's, adjacent to them in one table.
   const int32_t* Ahead(int64_t i, int64_t side) const {
@@ -189,7 +194,13 @@ class Job {
       for (int64_t c = 0; c < call_.b; ++c) scratch_.key_positions[i * call_.b + c] = start + c;
     }
     float* scores = scratch_.scores.data();
-    if (rows_ <= kFewRows) {
+    if (BothAtOnce()) {
+      ReadRows(0);
+      for (int64_t c = 0; c < padded_; c += 4)
+        DotsOfRows<Type, kManyRegisters ? 4 : 2, 4>(scratch_.queries.data(), scratch_.words, &scratch_.rows[c],
+                                                    &scratch_.ahead[c], scores + c, scratch_.most_keys, rows_,
+                                                    scratch_.words);
+    } else if (rows_ <= kFewRows) {
       ReadRows(0);
       for (int64_t c = 0; c < padded_; c += kLanes)
         MultiplyTransposed<Type, kFewRows>(rows_, scratch_.queries.data(), scratch_.words, &scratch_.rows[c],
@@ -219,9 +230,10 @@ class Job {
   const int32_t* ReadBlock(int64_t i, int64_t side) const {
     const int64_t vector = call_.VectorOf(BlockOf(piece_[i]), side, head_);
     if (InPlace()) return At(vector);
+    int32_t* copy = &scratch_.block[i * call_.b * scratch_.words];
+    if (BothAtOnce() && side == 1) return copy;
     const char* ahead = reinterpret_cast<const char*>(Ahead(i, side));
     for (int64_t at = 0; at < call_.b * call_.pool.bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
-    int32_t* copy = &scratch_.block[i * call_.b * scratch_.words];
     for (int64_t c = 0; c < call_.b; ++c)
       ReadVector(call_.pool, vector + c, copy + c * scratch_.words);
     return copy;
@@ -252,7 +264,7 @@ class Job {
 
   // Multiplies a sink query with a stored key.
   float Dot(int64_t query, int64_t key) {
-    std::vector<float>&a = scratch_.query, &b = scratch_.key;
+    Lines<float>&a = scratch_.query, &b = scratch_.key;
     call_.sink_queries.Read(query, a.data());
     call_.pool.Read(key, b.data());
     float sum = 0;
@@ -309,7 +321,7 @@ class Job {
     const auto values = [rows, ahead](int64_t i, int64_t at, int v) {
       return Type::Column(rows + i * Type::kPerWord, ahead + i * Type::kPerWord, at, v);
     };
-    if (rows_ <= kFewRows) {
+    if (rows_ <= kFewRows || (BothAtOnce() && Type::kPerWord == 1)) {
       MultiplyRows<Type>(weights, scratch_.most_keys, values, scratch_.out.data(), wide, rows_,
                          padded_ / Type::kPerWord, wide, true);
     } else {

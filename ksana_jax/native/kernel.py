@@ -12,7 +12,7 @@ from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import STORED, target
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 1024
 
 QUERIES = ("float32", "bfloat16", "float16")
 
@@ -69,11 +69,10 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
 
 
 def _check_shapes(call: Call) -> None:
-    (s, width, n, h), (m, layers, _, k, b, _) = call.q.shape, call.pool.kv.shape
-    queries, options = f"queries are {list(call.q.shape)}", call.options
-    levels = call.pool.levels
+    (s, width, n, h), (m, layers, sides, k, b, _) = call.q.shape, call.pool.kv.shape
+    queries, options, levels = f"queries are {list(call.q.shape)}", call.options, call.pool.levels
     stored = h if levels is None else h * (len(levels).bit_length() - 1) // 8
-    check_shape("the pool", call.pool.kv.shape, (m, layers, 2, k, b, stored), queries)
+    check_shape("the pool", call.pool.kv.shape, (m, layers, 1 if sides == 1 else 2, k, b, stored), queries)
     if call.pool.scales is not None and h % (groups := math.prod(call.pool.scales.shape[5:])):
         raise ValueError(f"{groups} groups of scales, must divide a head dim of {h}: {queries}")
     if n % k:

@@ -248,4 +248,36 @@ inline void MultiplyTransposed(int64_t rows, const int32_t* a, int64_t a_stride,
     MultiplyTransposed<Type, kMost - 1>(rows, a, a_stride, b, ahead, c, c_stride, words);
 }
 
+// c[kRows, kColumns] = a[kRows, words] b[kColumns, words]^T, read along their words: the order of summation is another
+// than that of `Multiply`, and again the same whatever the number of rows. Asks memory for as many rows of b more.
+template <typename Type, int kRows, int kColumns>
+inline void Dots(const int32_t* a, int64_t a_stride, const int32_t* const* b, const int32_t* const* ahead, float* c,
+                 int64_t c_stride, int64_t words) {
+  Floats sums[RoundUp(kRows * kColumns, kLanes)] = {};
+  for (int64_t w = 0; w < words; w += kLanes) {
+    Ints columns[kColumns];
+    for (int i = 0; i < kColumns; ++i) {
+      __builtin_prefetch(ahead[i] + w, 0, 2);
+      columns[i] = KeptInRegister(LoadInts(b[i] + w));
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const Ints x = KeptInRegister(LoadInts(a + r * a_stride + w));
+      for (int i = 0; i < kColumns; ++i) sums[r * kColumns + i] = Type::Add(sums[r * kColumns + i], columns[i], x);
+    }
+  }
+  float found[RoundUp(kRows * kColumns, kLanes)];
+  for (int i = 0; i < kRows * kColumns; i += kLanes) Store(found + i, SumEach(sums + i));
+  for (int r = 0; r < kRows; ++r) std::memcpy(c + r * c_stride, found + r * kColumns, sizeof(float) * kColumns);
+}
+
+// c[rows, kColumns] = a[rows, words] b[kColumns, words]^T as in `Dots`.
+template <typename Type, int kRows, int kColumns>
+inline void DotsOfRows(const int32_t* a, int64_t a_stride, const int32_t* const* b, const int32_t* const* ahead,
+                       float* c, int64_t c_stride, int64_t rows, int64_t words) {
+  for (; rows >= kRows; rows -= kRows, a += kRows * a_stride, c += kRows * c_stride, ahead = b)
+    Dots<Type, kRows, kColumns>(a, a_stride, b, ahead, c, c_stride, words);
+  if constexpr (kRows > 1)
+    if (rows) DotsOfRows<Type, kRows - 1, kColumns>(a, a_stride, b, ahead, c, c_stride, rows, words);
+}
+
 }  // namespace ksana

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <utility>
+#include <vector>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -27,6 +29,24 @@ constexpr int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / uni
 
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+
+// Begins at a cache line, so that no register that is loaded from its rows crosses one.
+template <typename T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+
+  LineAllocator() = default;
+  template <typename Other>
+  LineAllocator(const LineAllocator<Other>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
+  void deallocate(T* at, size_t) { ::operator delete(at, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+
+template <typename T>
+using Lines = std::vector<T, LineAllocator<T>>;
 
 inline Floats Load(const float* from) {
   Floats x;

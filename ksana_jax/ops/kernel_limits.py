@@ -17,6 +17,8 @@ from pallas_kernels import contract
 
 def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
     """Returns the GPU kernels' own reason for an unsupported requirement, or None."""
+    if needs.sides == 1:
+        return "the pool has latents, which are keys and values at once; the kernels read both apart"
     return _unread_codec(needs) or lacks(kernels, needs)
 
 
@@ -24,8 +26,6 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
     """Returns the first unsupported requirement other than codecs, or None."""
     if reason := unread_fields(needs.pattern_fields):
         return reason
-    if needs.sides == 1:
-        return "the pool has latents, which are keys and values at once; the kernels read both apart"
     if needs.alibi:
         return "scores have biases by distance (ALiBi), which the kernels do not add"
     if (method := needs.eviction) is not None:
@@ -83,7 +83,8 @@ def _example_write(needs: Requirements) -> contract.Write:
 
 
 def _example_pool(needs: Requirements) -> contract.Pool:
-    shape, arrays = (2, 1, 2, needs.num_kv_heads, needs.block_size), find_codec(needs.codec).arrays(needs.head_dim)
+    shape = 2, 1, needs.sides, needs.num_kv_heads, needs.block_size
+    arrays = find_codec(needs.codec).arrays(needs.head_dim)
     leaves: Any = {name: jax.ShapeDtypeStruct((*shape, *size), dtype) for name, (size, dtype) in arrays.items()}
     leaves["kv"] = jax.ShapeDtypeStruct(leaves["kv"].shape, needs.dtype)  # which may be bits
     return pool_of(KVCache(leaves, needs.codec))

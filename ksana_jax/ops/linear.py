@@ -12,10 +12,11 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.core.operator_settings import first_serving
 from ksana_jax.models.joined import joined
-from ksana_jax.models.layers import Linear, Normalise
+from ksana_jax.models.layers import Normalise
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.native.callers import why_not_called
+from ksana_jax.native.grouped import by_head
 from ksana_jax.native.target import DTYPES, register_targets
 from ksana_jax.ops import native_operators
 from ksana_jax.ops.weight_packing import packed
@@ -66,9 +67,13 @@ class LinearImplementation(NamedTuple):
         return joined(params, config, consume=consume) if joins else params
 
 
-def _native(kind: type[Operators] = Operators, linear: Linear = native_operators.linear) -> Operators:
+def _native(kind: type[Operators] = Operators) -> Operators:
     register_targets()
-    return kind(linear, grouped=native_operators.grouped)
+    return kind(native_operators.linear, grouped=native_operators.grouped, by_head=by_head)
+
+
+def _mixed() -> Operators:
+    return dataclasses.replace(_native(), linear=native_operators.linear_of_few_rows, by_head=None)
 
 
 def _hopper() -> Operators:
@@ -106,9 +111,7 @@ LINEAR_IMPLEMENTATIONS = (
         row_by_row=True,
         needs=f"{_NEEDS}; bf16: no AMX",
     ),
-    LinearImplementation(
-        "mixed", functools.partial(_native, linear=native_operators.linear_of_few_rows), _not_native, needs=_NEEDS
-    ),
+    LinearImplementation("mixed", _mixed, _not_native, needs=_NEEDS),
     LinearImplementation("native", _native, _not_native, row_by_row=True, needs=_NEEDS),
     LinearImplementation(
         "hopper",

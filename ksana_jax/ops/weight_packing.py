@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.block_matrix import BlockMatrix, Blocks, PackedBlocks, packed_blocks, unpacked_blocks
 from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.models.latents import TransposedHeads, rows_of_heads, transposed_heads
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import Params, weight_fields, weights_of
@@ -89,7 +91,14 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False, only_b
     layers = []
     for p, spec in zip(params.layers, config.layers, strict=True):
         mlp = mlp_kind(spec.mlp.kind)
-        layers.append(_changed(p, of, () if mlp.quantises else mlp.shapes(config.d_model, spec.mlp)))
+        p = _changed(p, of, () if mlp.quantises else mlp.shapes(config.d_model, spec.mlp))
+        w_uk: Any = p.w_uk
+        if w_uk is not None and not isinstance(w_uk, TransposedHeads) and not only_blocks:
+            transpose = jax.jit(functools.partial(transposed_heads, num_heads=spec.attention.num_heads))
+            p = p.replace(w_uk=jax.eval_shape(transpose, w_uk) if abstract else jax.block_until_ready(transpose(w_uk)))
+            if consume and not abstract:
+                w_uk.delete()
+        layers.append(p)
     embed = params.embed if params.head is not None else of(params.embed)
     return _changed(params, of).replace(embed=embed, layers=tuple(layers))
 
@@ -106,7 +115,8 @@ def _packer(w: Any) -> Callable[[Any], Any]:
 
 def unpacked(params: Params) -> Params:
     """Returns weights as they were before `packed`."""
-    layers = tuple(_changed(p, unpack) for p in params.layers)
+    layers = [_changed(p, unpack) for p in params.layers]
+    layers = tuple(p.replace(w_uk=rows_of_heads(p.w_uk)) if isinstance(p.w_uk, TransposedHeads) else p for p in layers)
     return _changed(params, unpack).replace(embed=unpack(params.embed), layers=layers)
 
 

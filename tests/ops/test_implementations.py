@@ -52,6 +52,8 @@ def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
     for other in ({"block_size": 8}, {"head_dim": 80}, {"dtype": "float32"}, {"compute_capability": (7, 0)}):
         assert choose(H200._replace(**other)).name == "xla", other
     assert choose(Requirements("tpu", None, "bfloat16", 4, 2, 64, 16)).name == "xla"
+    assert choose(latents := H200._replace(num_kv_heads=1, sides=1)).name == "xla"
+    assert "latents, which are keys and values at once" in str(unsupported(HOPPER, latents))
 
 
 def test_pools_of_codes_get_kernels_that_read_their_codec():

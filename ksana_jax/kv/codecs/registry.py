@@ -37,6 +37,9 @@ CODECS: dict[str, str] = {
     "turboquant2": f"{_FILES}.turboquant:turboquant2",
 }
 
+# Codecs of latents, which encode parts of a vector differently; see `core.layer_spec.LatentSpec`.
+LATENT_CODECS: dict[str, str] = {"latent8": f"{_FILES}.latent:Latent8"}
+
 # Functions that take the side, "k" or "v".
 BLOCK_CODECS: dict[str, str] = {
     name: f"{_FILES}.{module}:{name}"
@@ -51,12 +54,13 @@ BLOCK_CODECS: dict[str, str] = {
 
 @functools.cache
 def find_codec(name: str) -> Codec:
-    """Returns the codec with a name in `CODECS`, or "package.module:name" of a class or function that makes one.
+    """Returns the codec with a name in `CODECS` or `LATENT_CODECS`, or "package.module:name" of a class or function
+    that makes one.
 
     Raises:
       ConfigError: the codec does not exist.
     """
-    return resolve(name, CODECS | BLOCK_CODECS, "kv_cache_dtype")()
+    return resolve(name, CODECS | LATENT_CODECS | BLOCK_CODECS, "kv_cache_dtype")()
 
 
 def check_kv_dtype(setting: str | Mapping[str, Any]) -> None:

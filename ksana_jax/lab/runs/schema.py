@@ -18,7 +18,7 @@ from ksana_jax.core.operator_settings import OperatorSettings
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.plugins import resolve
 from ksana_jax.core.shipped import model_names
-from ksana_jax.kv.codecs.registry import BLOCK_CODECS, CODECS, find_block_codec
+from ksana_jax.kv.codecs.registry import BLOCK_CODECS, CODECS, LATENT_CODECS, find_block_codec
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.kv.eviction.base import EvictionMethod
@@ -155,7 +155,7 @@ def _kv_cache_dtype() -> Schema:
     known = {field.name for codec in codecs for field in dataclasses.fields(codec)} - {"side"}
     both = {"properties": {side: {"enum": [*built_in]} for side in "kv"}}
     mapping = {"type": "object", "properties": {**shared, **sides}, "if": both, "then": _known({*shared, *known})}
-    return {"anyOf": [_named(["auto", *built_in, *KV_SPELLINGS]), mapping]}
+    return {"anyOf": [_named(["auto", *built_in, *LATENT_CODECS, *KV_SPELLINGS]), mapping]}
 
 
 def _fields(cls: type) -> dict[str, Schema]:
