@@ -48,6 +48,9 @@ class RandomTokens:
     def move(self, moves: Moves) -> None:
         pass
 
+    def measure(self, asked: object) -> None:
+        pass
+
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
         self.patterns = patterns
 

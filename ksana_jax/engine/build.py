@@ -191,6 +191,7 @@ def _scheduler(
         layout=half.layout,
         policy=config.policy,
         speculation=speculation,
+        measure=lambda asked: half.executor.measure(asked),
     )
 
 

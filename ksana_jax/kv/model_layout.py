@@ -60,7 +60,8 @@ def layout_of(
         return _sealed(model, seen, sources, sealing, dtype, exact_dtype, block_size)
     assert isinstance(dtype, str)
     layers = sorted(set(sources))
-    groups = group_layers(seen, None if eviction is None else _shares(eviction, seen, layers), layers)
+    shares = None if eviction is None else _shares(eviction, seen, layers)
+    groups = group_layers(seen, shares, layers, apart=eviction is not None and eviction.measures)
     num_layers, heads, sides = len(groups[0].layers), model.num_kv_heads, 2 if model.latent is None else 1
     leaves = [
         Leaf(
@@ -76,7 +77,8 @@ def layout_of(
     if eviction is None:
         return KVLayout(groups, block_size, tuple(leaves), dtype, **selects, sources=sources)
     of_token = (num_layers, 1, heads, block_size)
-    leaves += [Leaf(SCORE, of_token, "float32")] * eviction.observes
+    sums = eviction.num_scores(model.num_heads // heads)
+    leaves += [Leaf(SCORE, (num_layers, sums, heads, block_size), "float32")] * eviction.observes
     text_positions = eviction.needs_text_positions or (text_positions and not eviction.hides)
     leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * text_positions
     if (state := eviction.state_shape(model.num_heads // heads, model.head_dim)) is not None:

@@ -36,13 +36,12 @@ def scored(cache: KVCache, context: AttentionContext, masses: Sequence[jax.Array
     """Adds attention weights to the scores of slots, or keeps the larger ones, see `EvictionMethod.score_reduction`.
 
     Args:
-      masses: [S, K, P*B] of each part of the step; blocks may repeat.
+      masses: [S, K, P*B] or [S, X, K, P*B] of each part of the step; blocks may repeat.
     """
     assert context.observer is not None
     scores = cache.leaves[SCORE]
     for (_, _, tiles), mass in zip(context.shape.places(), masses, strict=True):
-        s, num_kv_heads, _ = mass.shape
-        at = scores.at[context.batch.block_tables[tiles], context.layer, 0]
-        pieces = mass.reshape(s, num_kv_heads, -1, cache.block_size).transpose(0, 2, 1, 3)
+        at = scores.at[context.batch.block_tables[tiles], context.layer, *(0,) * (mass.ndim == 3)]
+        pieces = jnp.moveaxis(mass.reshape(*mass.shape[:-1], -1, cache.block_size), -2, 1)
         scores = at.max(pieces) if context.observer.method.score_reduction == "max" else at.add(pieces)
     return KVCache(cache.leaves | {SCORE: scores}, cache.codec)

@@ -90,6 +90,13 @@ class StatisticsEviction:
         self.state = self.state if found.state is None else found.state
         return found
 
+    def measure(self, cached: Cached, xp: Any) -> Array:
+        found, shape = self._call("measure", cached, xp), cached.keys.shape[:3]
+        if found.shape[:3] != shape:
+            name = f"kv_eviction {name_of(type(self._method))}: measure returns shape {found.shape}"
+            raise ConfigError(f"{name}, must begin with {shape} (rows, layers, KV heads)")
+        return found
+
     def _call(self, name: str, cached: Cached, *arguments: Any) -> Any:
         """Calls a method of the eviction method with all that it reads.
 
@@ -124,6 +131,30 @@ def output_norms(cached: Cached, outputs: jax.Array) -> jax.Array:
     return jax.lax.map(norms, indices).reshape(n, num_layers, heads, num_slots)
 
 
+def measure(cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionMethod, cached: Any) -> jax.Array:
+    """Returns what a method measures of rows, [n, Lg, 1, K, ...] float32; changes nothing.
+
+    Args:
+      cached: returns a method's input, see `evicting.cached`.
+    """
+    leaves, _, state = _states(cache, asked, asked.num_tokens)
+    cache = KVCache(leaves, cache.codec)
+    found = StatisticsEviction(method, facts, state).measure(cached(cache, asked), jnp)
+    return found[:, :, None].astype(jnp.float32)
+
+
+def _states(
+    cache: KVCache, asked: Evictions, num_tokens: jax.Array
+) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
+    """Returns the pool's leaves without STATE, this leaf, and the states [n, Lg, K, ...] of rows; or None for both."""
+    leaves = dict(cache.leaves)
+    if (leaf := leaves.pop(STATE, None)) is None:
+        return leaves, None, None
+    parts = leaf[asked.tables][:, :, :, 0]
+    used = jnp.arange(parts.shape[1]) * cache.block_size < num_tokens[:, None]
+    return leaves, leaf, jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
+
+
 def with_state(
     evict: Any, cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionMethod
 ) -> tuple[KVCache, jax.Array]:
@@ -132,20 +163,15 @@ def with_state(
     Returns:
       The pool, and `StatisticsEviction.is_nan`.
     """
-    leaves = dict(cache.leaves)
-    leaf = leaves.pop(STATE, None)
-    if leaf is None:
-        told = StatisticsEviction(method, facts, None)
-        return evict(cache, asked, method=told), told.is_nan
-    parts = leaf[asked.tables][:, :, :, 0]
-    starts = jnp.arange(parts.shape[1]) * cache.block_size
     num_before, num_after = (asked.length,) * 2 if method.hides else (asked.num_tokens, asked.num_kept)
-    used = starts < num_before[:, None]
-    state = jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
+    leaves, leaf, state = _states(cache, asked, num_before)
     told = StatisticsEviction(method, facts, state)
+    if leaf is None:
+        return evict(cache, asked, method=told), told.is_nan
     moved = evict(KVCache(leaves, cache.codec), asked, method=told)
     assert told.state is not None
     # The first block has the state of all; a row of padding keeps nothing.
+    starts = jnp.arange(asked.tables.shape[1]) * cache.block_size
     targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")
     leaf = leaf.at[targets[:, 0], :, 0].set(told.state * (not method.resets_scores), mode="drop")

@@ -21,6 +21,7 @@ class EvictionSchedule:
     Args:
       shares: [Gk] of `EvictionMethod.shares`, for each group; None if the group evicts nothing.
       block_size: B, the default interval.
+      heads_apart: KV heads of a layer that are groups of their own; 1 if a group has all heads.
 
     Raises:
       ConfigError: the groups would need their next blocks at different tokens, or the budget holds no interval.
@@ -29,6 +30,7 @@ class EvictionSchedule:
     method: EvictionMethod
     shares: tuple[float | None, ...]
     block_size: int
+    heads_apart: int = 1
 
     def __post_init__(self):
         m, interval = self.method, self.interval
