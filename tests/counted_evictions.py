@@ -124,5 +124,5 @@ def divided(storage: Storage, measured: np.ndarray, equal: Counted, num_context:
     found = []
     for count in interval * one_by_one(wanted, (num_context - left) // interval, (num_context - least) // interval):
         cached = [length - int(count) * (length >= num_context) for length in range(LONGEST + 1)]
-        found.append(Counted(cached, [num_context] * (count > 0), num_context - int(count)))
+        found.append(Counted(cached, [num_context] * int(count > 0), num_context - int(count)))
     return found

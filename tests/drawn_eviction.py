@@ -71,7 +71,11 @@ def drawn_eviction(
         return ("method", MERGING), *((key, found[key]) for key in common)
     if name == "snapkv" and "memory" not in found and random.Random(str(found)).random() < 0.5:
         found |= measured(found, block_size) | {"method": MEASURING}
-    return tuple((found | own.get(name, {})).items())
+    found |= own.get(name, {})
+    if name == "adakv" and inside != probing and random.Random(str(found)).random() < 0.5:
+        found |= measured(found, block_size) | {"memory": "freed", "layerwise": False}
+        found["recent"] = found["recent"] if isinstance(found["recent"], int) else 1
+    return tuple(found.items())
 
 
 def measured(found: dict[str, Any], block_size: int) -> dict[str, Any]:

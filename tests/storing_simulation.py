@@ -146,9 +146,10 @@ class Text:
         stay = {*range(method.sinks), *range(count - recent, count)}
         pairs = [(i, at) for i in range(count) if i not in stay for at in range(len(layers))]
         pairs.sort(key=lambda pair: (-priority[pair[1]][pair[0]], *pair))
-        most = (left - len(stay)) * (len(layers) if method.across_layers else 1)
+        together = method.across_layers and method.hides
+        most = (left - len(stay)) * (len(layers) if together else 1)
         for at, layer in enumerate(layers):
-            mine = pairs if method.across_layers else [pair for pair in pairs if pair[1] == at]
+            mine = pairs if together else [pair for pair in pairs if pair[1] == at]
             self.kept[layer] = [t for i, t in enumerate(self.kept[layer]) if i in stay or (i, at) in mine[:most]]
             if method.resets_scores:
                 self.scores[layer] = 0

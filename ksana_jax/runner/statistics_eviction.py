@@ -40,11 +40,12 @@ def facts_of(params: Params, layout: KVLayout, ropes: Sequence[Rope]) -> Facts:
     layers = np.zeros((len(layout.groups), len(layout.groups[0].layers)), np.int32)
     for group, row in zip(layout.groups, layers, strict=True):
         row[: len(group.layers)] = group.layers
-    found = dict(method.constants())
+    layers //= layout.eviction.heads_apart
+    found, num_layers = dict(method.constants()), len(layout.places) // layout.eviction.heads_apart
     for name, x in found.items():
-        if len(x) != len(layout.places):
+        if len(x) != num_layers:
             raise ConfigError(
-                f"kv_eviction {type(method).__name__}: {name} is of {len(x)} layers, the model has {len(layout.places)}"
+                f"kv_eviction {type(method).__name__}: {name} is of {len(x)} layers, the model has {num_layers}"
             )
     if method.reads_ropes:
         frequencies = np.array([rope.inv_freq for rope in ropes], np.float32)

@@ -39,7 +39,7 @@ class EvictionSchedule:
                 f"kv_eviction: interval is {interval}, must be a multiple of block_size {self.block_size} where layers "
                 f"have different budgets or patterns: {len(self.shares)} groups of layers take their blocks together"
             )
-        if m.across_layers and len(self.shares) > 1:
+        if m.across_layers and len(self.shares) > 1 and not m.measures:
             raise ConfigError(
                 f"kv_eviction: layerwise is false, but there are {len(self.shares)} groups of layers: one budget for "
                 "all layers needs full attention in all of them"
