@@ -47,9 +47,10 @@ def measured_budgets(schedule: EvictionSchedule, measured: np.ndarray, num_promp
 
 
 def _intervals(wanted: np.ndarray, most: int, total: int) -> np.ndarray:
-    """Returns whole numbers from 0 to `most` whose sum is `total`, as near to wanted numbers [n] as possible."""
+    """Returns whole numbers from 0 to `most` whose sum is `total`, as near to wanted numbers [n] as possible; of equal
+    ones the first are larger."""
     found = np.clip(np.floor(wanted), 0, most).astype(np.int64)
     while more := np.sign(total - found.sum()):
-        may = found < most if more > 0 else found > 0
-        found[np.where(may, more * (wanted - found), -np.inf).argmax()] += more
+        lacks = np.where(found < most if more > 0 else found > 0, more * (wanted - found), -np.inf)
+        found[np.flatnonzero(lacks == lacks.max())[0 if more > 0 else -1]] += more
     return found
