@@ -10,7 +10,7 @@ import numpy as np
 from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.groups import group_layers
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.kv.moves import Evictions, Moves
+from ksana_jax.kv.moves import Moves
 from ksana_jax.scheduler.step.executor import share_a_call
 from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape, fed
 from tests.fake_network import VOCAB, Patterns, attend, choose, embed, score, u64, weights_of
@@ -171,9 +171,6 @@ class FakeExecutor:
         assert len(steps) > 1 and share_a_call(steps)
         self.num_calls_together += 1
         return [FakeExecutor.submit(self, step) for step in steps]  # not what a test has put in its place
-
-    def measure(self, asked: Evictions) -> np.ndarray | None:
-        return None
 
     def _attend(self, layer: int, a: StepArrays, groups: list, tile_of: np.ndarray, hidden: np.ndarray) -> np.ndarray:
         """Computes the hidden [T] after a layer. groups: of each what `_read` returns. tile_of: [T]"""

@@ -201,7 +201,12 @@ class StoringExecutor(FakeExecutor):
                 (self._hide if HIDDEN in self.leaves else self._evict)(of_row)
         super().move(moves)
 
-    def measure(self, asked: Evictions) -> np.ndarray:
+    @property
+    def evictor(self) -> StoringExecutor:
+        """What measures rows of the pool."""
+        return self
+
+    def measure(self, cache: None, asked: Evictions) -> np.ndarray:
         rows = (Evictions(*(x[row : row + 1] for x in asked[:-1])) for row in range(len(asked.tables)))
         with np.errstate(all="ignore"):
             return np.concatenate([self._method.measure(self._cached(row), np) for row in rows])

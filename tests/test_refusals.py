@@ -27,6 +27,7 @@ SOME = {
     refusals.ABSOLUTE: {"kv_eviction": {"method": "knorm", "budget": 20}},
     refusals.LATENTS: {"latent": LatentSpec(8, 4, 4, 4), "num_kv_heads": 1, "head_dim": 12},
     refusals.READS_OUTPUTS: {"kv_eviction": {"method": "criticalkv", "budget": 20}},
+    refusals.HEADS_APART: {"kv_eviction": {"method": "adakv", "memory": "freed", "budget": 20}},
     refusals.ALIBI: {"alibi": (0.5, 0.25, 0.125, 0.0625)},
     refusals.SHARED_KV: {"kv_layers": (0, 0)},
     refusals.OTHER_PATTERN: {"pattern": [{"window": 8}, "full"]},

@@ -48,9 +48,6 @@ class RandomTokens:
     def move(self, moves: Moves) -> None:
         pass
 
-    def measure(self, asked: object) -> None:
-        pass
-
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
         self.patterns = patterns
 

@@ -80,7 +80,6 @@ REFUSALS = (
     Refusal(BY_HEAD, "kv_full_precision_layers", "blocks hold heads of different layers"),
     Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(HEADS_APART, "kv_full_precision_layers", "blocks hold single heads"),
-    Refusal(HEADS_APART, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
     Refusal(LATENTS, WHOLE_BLOCKS, "it encodes keys and values apart, and latents are both"),
     Refusal(LATENTS, READS_OUTPUTS, "that matrix multiplies values, which heads compute from latents"),

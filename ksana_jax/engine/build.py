@@ -25,6 +25,7 @@ from ksana_jax.kv.prefix_reporter import PrefixReporter
 from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.methods.steering import steer
+from ksana_jax.scheduler.row_eviction import Measure
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees, read_speculative
 from ksana_jax.scheduler.speculative.base import ProposerContext
@@ -194,8 +195,15 @@ def _scheduler(
         layout=half.layout,
         policy=config.policy,
         speculation=speculation,
-        measure=lambda asked: half.executor.measure(asked),
+        measure=_measurer(half.executor),
     )
+
+
+def _measurer(executor: Any) -> Measure:
+    """Returns what measures rows for `RowEviction`; None of an executor without keys and values."""
+    if (evictor := getattr(executor, "evictor", None)) is None:
+        return None
+    return lambda asked: evictor.measure(executor.cache, asked)
 
 
 def _builder(half: DeviceSetup, model: ModelConfig, buckets: Buckets | None) -> BatchBuilder:

@@ -86,14 +86,9 @@ class KVCache:
     def enter(self, layer: int, slots: jax.Array, text_positions: jax.Array) -> KVCache:
         """Initialises eviction data of tokens [T] at slots [T]: no attention received, text positions, not hidden."""
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
+        at = block_ids[:, None], layer, 0, jnp.arange(self.kv.shape[3]), offsets
         new = {SCORE: 0.0, TEXT_POSITION: text_positions[:, None], HIDDEN: False}
-
-        def entered(leaf: jax.Array, value: jax.Array | float) -> jax.Array:
-            sums = slice(None) if leaf.shape[2] > 1 else 0
-            at = leaf.at[block_ids[:, None], layer, sums, jnp.arange(self.kv.shape[3]), offsets]
-            return at.set(value, mode="drop")
-
-        leaves = {name: entered(leaf, new[name]) for name, leaf in self.leaves.items() if name in new}
+        leaves = {name: leaf.at[at].set(new[name], mode="drop") for name, leaf in self.leaves.items() if name in new}
         return KVCache(self.leaves | leaves, self.codec)
 
     def read(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

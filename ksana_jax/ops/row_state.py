@@ -20,6 +20,9 @@ def entered(cache: KVCache, q: jax.Array, context: AttentionContext, scale: floa
     assert context.observer is not None
     slots, positions, method = context.batch.slots, context.batch.positions, context.observer.method
     cache = cache.enter(context.layer, slots, positions)
+    if SCORE in cache.leaves and (scores := cache.leaves[SCORE]).shape[2] > 1:  # one of several sums is initialised
+        at = scores.at[slots // cache.block_size, context.layer, :, :, slots % cache.block_size]
+        cache = KVCache(cache.leaves | {SCORE: at.set(0, mode="drop")}, cache.codec)
     if STATE not in cache.leaves:
         return cache
     leaf = cache.leaves[STATE]

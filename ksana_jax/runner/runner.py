@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.kv.moves import Evictions, Moves
+from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import check_undeleted
 from ksana_jax.runner.decode_loop import LoopKey, Stop, report_of, serves
 from ksana_jax.runner.late_choice import LateChoice
@@ -148,11 +148,6 @@ class Runner(ModelPrograms):
         """Makes moves outside a step; see `step.executor.Executor`."""
         if (finish := self._start_moves(moves)[0]) is not None:
             finish()
-
-    def measure(self, asked: Evictions) -> np.ndarray:
-        """Measures rows for budgets; see `step.executor.Executor`."""
-        assert self.evictor is not None
-        return self.evictor.measure(self.cache, asked)
 
     def _start_moves(self, moves: Moves | None) -> tuple[Callable[[], None] | None, float, bool]:
         """Starts moves on the device; returns a function that finishes them on the host, or None, the seconds they took

@@ -22,7 +22,7 @@ from ksana_jax.scheduler.row_snapshots import RowSnapshots
 from ksana_jax.scheduler.running import Running
 from ksana_jax.scheduler.step.types import ScheduledBatch
 
-Measure: TypeAlias = Callable[[Evictions], np.ndarray | None]
+Measure: TypeAlias = Callable[[Evictions], np.ndarray] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,8 @@ class RowEviction:
     Args:
       schedule: when rows evict.
       preempt: takes a row's blocks; its sequence waits again.
-      measure: see `Executor.measure`.
+      measure: returns what the method measures of rows of one group each, before they evict: [n, Lg, K, ...].
+        None without keys and values: then all budgets are equal.
       snapshots: of rows after their evictions; None takes none.
     """
 
@@ -83,8 +84,8 @@ class RowEviction:
             return
         if self.schedule.method.probes and not len(rows := turn(self.schedule.method, self.row_blocks, rows)):
             return
-        if self.schedule.method.measures:
-            self._measure(rows)
+        if self.schedule.method.measures and self.measure is not None:
+            self._measure(rows, self.measure)
         tables = r.block_tables.take(rows, axis=1)
         replaced = self._fork(rows)
         alive = r.alive[rows]
@@ -107,7 +108,7 @@ class RowEviction:
         """True if rows wait for `evict_shared`."""
         return bool(np.count_nonzero(self._is_due(self.running.order)))
 
-    def _measure(self, rows: np.ndarray) -> None:
+    def _measure(self, rows: np.ndarray, measure: Callable[[Evictions], np.ndarray]) -> None:
         """Sets the budgets of rows that evict now by what the method measures; waits for the device."""
         r, schedule = self.row_blocks.rows, self.schedule
         groups = np.array([group for group, share in enumerate(schedule.shares) if share is not None], np.int32)
@@ -117,8 +118,7 @@ class RowEviction:
             tables = r.block_tables[groups, row, : r.num_blocks[groups, row].max()]
             counts = length * ones, kept, schedule.method.sinks * ones, r.num_recent[groups, row], length * ones
             asked = Evictions(tables, tables, *counts, groups, context * ones)
-            if (measured := self.measure(asked)) is not None:
-                r.budgets[:, row] = measured_budgets(schedule, measured, context)
+            r.budgets[:, row] = measured_budgets(schedule, measure(asked), context)
 
     def _is_due(self, rows: np.ndarray) -> np.ndarray:
         r = self.row_blocks.rows

@@ -43,7 +43,7 @@ class Scheduler:
       layout: of the pool, with the positions that stay visible to later tokens in each group of layers.
       policy: a key of SCHEDULING_POLICIES, or see `find_scheduling_policy`.
       speculation: drafts tokens for steps of decodes; None for none.
-      measure: see `Executor.measure`; None measures nothing.
+      measure: see `RowEviction`.
     """
 
     def __init__(
@@ -57,17 +57,15 @@ class Scheduler:
         layout: KVLayout,
         policy: Any = "fcfs",
         speculation: Speculation | None = None,
-        measure: Measure | None = None,
+        measure: Measure = None,
     ):
         self.memory = memory
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.query_tile = query_tile
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.tiles = list(most_tiles(max_num_batched_tokens, query_tile))
-        self.max_model_len = max_model_len
+        self.query_tile, self.max_model_len = query_tile, max_model_len
         self.num_preemptions = 0
         self.speculation = speculation
-        self._policy, self._measure = policy, measure or (lambda asked: None)
+        self._policy, self._measure = policy, measure
         self._make_books(layout, memory.index.scope)
 
     def _make_books(self, layout: KVLayout, scope: Scope) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.kv.moves import Evictions, Moves
+from ksana_jax.kv.moves import Moves
 from ksana_jax.lab.simulator.clock import Clock, VirtualClock
 from ksana_jax.lab.simulator.cost import Timer
 from ksana_jax.lab.simulator.step_size import SizedStep, StepSize
@@ -80,9 +80,6 @@ class TimedExecutor:
 
     def move(self, moves: Moves) -> None:
         self.occupy(self._moving(len(moves.saves), len(moves.copies), len(moves.loads)))
-
-    def measure(self, asked: Evictions) -> None:
-        """Measures nothing: there are no keys and values."""
 
     def occupy(self, seconds: float) -> None:
         """Lets the device work on something else than steps."""

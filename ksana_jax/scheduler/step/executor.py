@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.kv.moves import Evictions, Moves
+from ksana_jax.kv.moves import Moves
 from ksana_jax.scheduler.step.types import StepInput, StepOutput
 
 
@@ -49,15 +49,6 @@ class Executor(Protocol):
 
     def move(self, moves: Moves) -> None:
         """Makes moves outside a step."""
-        ...
-
-    def measure(self, asked: Evictions) -> np.ndarray | None:
-        """Returns what the eviction method measures of rows after all steps submitted, [n, Lg, K, ...], see
-        `EvictionMethod.measure`; None from an executor without keys and values: all budgets are equal.
-
-        Args:
-          asked: rows, each in one group, as they are before they evict. num_kept: if all budgets are equal.
-        """
         ...
 
     def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:

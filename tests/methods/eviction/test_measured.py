@@ -86,7 +86,7 @@ def test_settings_that_leave_nothing_to_measure_are_refused(setting, problem):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2}, "each device decides about its own KV heads"),
         ({"kv_full_precision_layers": (0,), "kv_cache_dtype": "int8"}, "blocks hold single heads"),
     ],
 )
