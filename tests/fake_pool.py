@@ -207,6 +207,7 @@ class StoringExecutor(FakeExecutor):
         return self
 
     def measure(self, cache: None, asked: Evictions) -> np.ndarray:
+        assert self._method is not None
         rows = (Evictions(*(x[row : row + 1] for x in asked[:-1])) for row in range(len(asked.tables)))
         with np.errstate(all="ignore"):
             return np.concatenate([self._method.measure(self._cached(row), np) for row in rows])
@@ -234,6 +235,7 @@ class StoringExecutor(FakeExecutor):
         numbers = asked.num_tokens, asked.num_recent, asked.length, asked.group
         more = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks, "num_prompt": asked.num_prompt}
         cached = Cached(keys, values, stacked(SCORE), stacked(TEXT_POSITION), *numbers, **more, state=state)
+        assert self._method is not None
         return informed(cached, self._method, self.layout.groups[group].layers)
 
     def _evict(self, asked: Evictions) -> None:

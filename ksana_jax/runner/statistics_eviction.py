@@ -138,22 +138,22 @@ def measure(cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionM
     Args:
       cached: returns a method's input, see `evicting.cached`.
     """
-    leaves, _, state = _states(cache, asked, asked.num_tokens)
+    leaves, _, _, state = _states(cache, asked, asked.num_tokens)
     cache = KVCache(leaves, cache.codec)
     found = StatisticsEviction(method, facts, state).measure(cached(cache, asked), jnp)
     return found[:, :, None].astype(jnp.float32)
 
 
-def _states(
-    cache: KVCache, asked: Evictions, num_tokens: jax.Array
-) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
-    """Returns the pool's leaves without STATE, this leaf, and the states [n, Lg, K, ...] of rows; or None for both."""
+def _states(cache: KVCache, asked: Evictions, num_tokens: jax.Array) -> tuple[dict[str, jax.Array], Any, Any, Any]:
+    """Returns the pool's leaves without STATE; and this leaf, the first slots [P] of blocks, and the states
+    [n, Lg, K, ...] of rows, or None for all."""
     leaves = dict(cache.leaves)
     if (leaf := leaves.pop(STATE, None)) is None:
-        return leaves, None, None
+        return leaves, None, None, None
     parts = leaf[asked.tables][:, :, :, 0]
-    used = jnp.arange(parts.shape[1]) * cache.block_size < num_tokens[:, None]
-    return leaves, leaf, jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
+    starts = jnp.arange(parts.shape[1]) * cache.block_size
+    used = starts < num_tokens[:, None]
+    return leaves, leaf, starts, jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
 
 
 def with_state(
@@ -165,14 +165,13 @@ def with_state(
       The pool, and `StatisticsEviction.is_nan`.
     """
     num_before, num_after = (asked.length,) * 2 if method.hides else (asked.num_tokens, asked.num_kept)
-    leaves, leaf, state = _states(cache, asked, num_before)
+    leaves, leaf, starts, state = _states(cache, asked, num_before)
     told = StatisticsEviction(method, facts, state)
     if leaf is None:
         return evict(cache, asked, method=told), told.is_nan
     moved = evict(KVCache(leaves, cache.codec), asked, method=told)
     assert told.state is not None
     # The first block has the state of all; a row of padding keeps nothing.
-    starts = jnp.arange(asked.tables.shape[1]) * cache.block_size
     targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")
     leaf = leaf.at[targets[:, 0], :, 0].set(told.state * (not method.resets_scores), mode="drop")
