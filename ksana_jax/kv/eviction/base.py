@@ -279,11 +279,8 @@ class EvictionMethod:
         return None
 
     def num_scores(self, num_queries: int) -> int:
-        """Returns X, how many sums over queries `Cached.scores` has for each token: 1, or what `observed` returns.
-
-        Args:
-          num_queries: G, query heads that share a kv head.
-        """
+        """Returns X, how many sums over queries `Cached.scores` has for each token: 1, or what `observed` returns; for G
+        query heads that share a kv head."""
         return 1
 
     def observed(self, weights: Array, xp: Any) -> Array:
@@ -386,6 +383,7 @@ class EvictionMethod:
     def compiled(self) -> EvictionMethod:
         """The method without the numbers that only the host reads: equal methods need the same compiled programs."""
         of_host = {f.name for f in dataclasses.fields(EvictionMethod)} - {"positions", "memory"}
+        of_host -= {"prompts"} if self.measures else set()  # others are refused
         return dataclasses.replace(self, **{f.name: f.default for f in dataclasses.fields(self) if f.name in of_host})
 
     def shares(self, num_layers: int) -> tuple[float, ...]:

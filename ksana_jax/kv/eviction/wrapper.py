@@ -79,7 +79,7 @@ class EvictionWrapper(EvictionMethod):
     def compiled(self) -> EvictionMethod:
         inner = self.inner.compiled
         common = {name: getattr(inner, name) for name in COMMON}
-        if self.per_head:  # with any other it is refused
+        if self.per_head or self.measures:  # with any other it is refused
             common["prompts"] = self.prompts
         return dataclasses.replace(self, of=bare(inner), **common)
 
