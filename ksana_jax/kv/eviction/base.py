@@ -279,8 +279,8 @@ class EvictionMethod:
         return None
 
     def num_scores(self, num_queries: int) -> int:
-        """Returns X, how many sums over queries `Cached.scores` has for each token: 1, or what `observed` returns; for G
-        query heads that share a kv head."""
+        """Returns X, how many sums over queries `Cached.scores` has for each token: 1, or as many as `observed` returns
+        for num_queries query heads of a kv head."""
         return 1
 
     def observed(self, weights: Array, xp: Any) -> Array:
