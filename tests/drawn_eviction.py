@@ -17,11 +17,11 @@ from tests.statistics_files import setting_of
 # An oracle serves one text, that it has seen before.
 METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
 # Drawn by a generator of its own in place of some others, so that their draws stay as they were without it.
-MERGING = "d2o"
+MERGING, MEASURING = "d2o", "cake"
 # They observe by a window of recent tokens.
 WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv", "prefill_decode")
 # They have one value of `prompts` each.
-PROMPTS = {"adakv": "once", "kvzip": "once", "prefill_decode": "whole"}
+PROMPTS = {"adakv": "once", "cake": "once", "kvzip": "once", "prefill_decode": "whole"}
 # They compare rotated queries and keys.
 ROTATED = ("qfilter", "expected_attention", "expected_attention_stats")
 
@@ -30,7 +30,7 @@ def drawn_eviction(
     rng: random.Random, patterns: Sequence[AttentionPattern], block_size: int
 ) -> tuple[tuple[str, Any], ...]:
     """Settings of any method, with budgets that a text of 40 tokens exceeds."""
-    name = rng.choice([name for name in METHODS if name != MERGING])
+    name = rng.choice([name for name in METHODS if name not in (MERGING, MEASURING)])
     pyramid = rng.random() < 0.3
     apart = pyramid or any(pattern != FULL for pattern in patterns)
     interval = rng.choice([None, block_size, 2 * block_size] if apart else [None, 1, 2, 5])
@@ -69,4 +69,18 @@ def drawn_eviction(
     if name not in PROMPTS and "memory" not in found and random.Random(str(found)).random() < 0.15:
         common = [field.name for field in dataclasses.fields(EvictionMethod) if field.name in found]
         return ("method", MERGING), *((key, found[key]) for key in common)
-    return tuple((found | own.get(name, {})).items())
+    if name == "snapkv" and "memory" not in found and random.Random(str(found)).random() < 0.5:
+        found |= measured(found, block_size) | {"method": MEASURING}
+    found |= own.get(name, {})
+    if name == "adakv" and inside != probing and random.Random(str(found)).random() < 0.5:
+        found |= measured(found, block_size) | {"memory": "freed", "layerwise": False}
+        found["recent"] = found["recent"] if isinstance(found["recent"], int) else 1
+    return tuple(found.items())
+
+
+def measured(found: dict[str, Any], block_size: int) -> dict[str, Any]:
+    """What else the settings of a method need to measure its budgets: each layer takes its blocks for itself."""
+    interval = None if (found["interval"] or block_size) % block_size else found["interval"]
+    budget, least = found["budget"], found["sinks"] + (interval or block_size)
+    needed = {"interval": interval, "prompts": "once", "layers": "uniform", "beta": 20}
+    return needed | {"budget": max(budget, least) if isinstance(budget, int) else budget}

@@ -47,6 +47,15 @@ def mass(method: EvictionMethod, hidden: np.ndarray, keys: np.ndarray, numbers: 
     return weight if numbers is None else weight * method.query_factor(numbers)
 
 
+def paid(method: EvictionMethod, hidden, keys, numbers, sums: tuple[int, ...]) -> np.ndarray:
+    """What queries add to the scores of keys, with the shape `sums` at the end: (X,) of several sums, else ()."""
+    found = mass(method, hidden, keys, numbers)
+    if not sums:
+        return found
+    of_heads = found.reshape(-1, 1, 1, 1, found.shape[-1]).repeat(sums[0] - method.num_scores(0), axis=2)
+    return np.moveaxis(method.observed(of_heads, np), 0, -1).reshape(*found.shape, *sums)
+
+
 def queries(hidden: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Queries [T, 1, G, 8], of whole numbers, that add to states of a shape [G, ...]."""
     return np.repeat(vectors(hidden)[0][:, None, None], shape[0], axis=2)
@@ -134,7 +143,7 @@ class StoringExecutor(FakeExecutor):
         if self._evicts(group):
             for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real]), (HIDDEN, False)):
                 if name in self.leaves:
-                    self.leaves[name][block, at, 0, 0, offset] = new
+                    self.leaves[name][block, at, :, 0, offset] = np.reshape(new, (-1, 1))
             if STATE in self.leaves:
                 assert self._method is not None
                 leaf = self.leaves[STATE]
@@ -176,9 +185,12 @@ class StoringExecutor(FakeExecutor):
         keys, slots, visible = seen
         numbers = None if a.query_numbers is None else a.query_numbers[group][:, None]
         block, offset = np.divmod(slots[visible], self.block_size)
-        paid = np.broadcast_to(mass(self._method, hidden[:, None], keys, numbers), visible.shape)
+        sums = self.leaves[SCORE].shape[2:3] * (self.leaves[SCORE].shape[2] > 1)
+        added = paid(self._method, hidden[:, None], keys, numbers, sums)
+        added = np.broadcast_to(added, (*visible.shape, *sums))[visible].reshape(len(block), -1)
         reduction = np.maximum if self._method.score_reduction == "max" else np.add
-        reduction.at(self.leaves[SCORE], (block, at, 0, 0, offset), paid[visible])
+        for nth, of_sum in enumerate(added.T):
+            reduction.at(self.leaves[SCORE], (block, at, nth, 0, offset), of_sum)
 
     def move(self, moves: Moves) -> None:
         for nth, asked in enumerate(moves.evictions):
@@ -189,6 +201,43 @@ class StoringExecutor(FakeExecutor):
                 (self._hide if HIDDEN in self.leaves else self._evict)(of_row)
         super().move(moves)
 
+    @property
+    def evictor(self) -> StoringExecutor:
+        """What measures rows of the pool."""
+        return self
+
+    def measure(self, cache: None, asked: Evictions) -> np.ndarray:
+        assert self._method is not None
+        rows = (Evictions(*(x[row : row + 1] for x in asked[:-1])) for row in range(len(asked.tables)))
+        with np.errstate(all="ignore"):
+            return np.concatenate([self._method.measure(self._cached(row), np) for row in rows])
+
+    def _cached(self, asked: Evictions) -> Cached:
+        """What a method sees of one row in one group of layers."""
+        group, [blocks], [count] = int(asked.group[0]), asked.tables, asked.num_tokens
+        slots = np.arange(count)
+        block, offset = blocks[slots // self.block_size], slots % self.block_size
+        layers = range(len(self.layout.groups[0].layers))
+
+        def of_tokens(leaf, layer, index):
+            return leaf[block, layer, index, 0, offset]
+
+        def stacked(name):
+            if (leaf := self.leaves.get(name)) is None:
+                return None
+            sums = np.array([[leaf[block, n, :, 0, offset]] for n in layers])[None]
+            return sums[..., 0] if leaf.shape[2] == 1 else sums
+
+        keys, values = (np.stack(x)[None, :, None] for x in zip(*(self._decoded(n, of_tokens) for n in layers)))
+        state = None
+        if (leaf := self.leaves.get(STATE)) is not None:
+            state = leaf[blocks[: -(-count // self.block_size)], :, 0].sum(axis=0)[None]
+        numbers = asked.num_tokens, asked.num_recent, asked.length, asked.group
+        more = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks, "num_prompt": asked.num_prompt}
+        cached = Cached(keys, values, stacked(SCORE), stacked(TEXT_POSITION), *numbers, **more, state=state)
+        assert self._method is not None
+        return informed(cached, self._method, self.layout.groups[group].layers)
+
     def _evict(self, asked: Evictions) -> None:
         """Moves what stays of one row in one group of layers to its first slots."""
         group, [blocks], [kept], [count] = int(asked.group[0]), asked.tables, asked.num_kept, asked.num_tokens
@@ -197,29 +246,13 @@ class StoringExecutor(FakeExecutor):
         slots = np.arange(count)
         block, offset = blocks[slots // self.block_size], slots % self.block_size
         to_block = asked.targets[0][slots // self.block_size]
-        layers = range(len(self.layout.groups[0].layers))
-
-        def of_tokens(leaf, layer, index):
-            return leaf[block, layer, index, 0, offset]
-
-        def stacked(name):
-            return None if name not in self.leaves else np.array([[of_tokens(self.leaves[name], n, 0)] for n in layers])
-
         with np.errstate(all="ignore"):  # the last group of a kind may have fewer layers
-            keys, values = (np.stack(x)[None, :, None] for x in zip(*(self._decoded(n, of_tokens) for n in layers)))
-            score, text = (None if (x := stacked(name)) is None else x[None] for name in (SCORE, TEXT_POSITION))
-            numbers = asked.num_tokens, asked.num_recent, asked.length, asked.group
-            state = None
+            cached = self._cached(asked)
             if (leaf := self.leaves.get(STATE)) is not None:
-                state = leaf[blocks[: -(-count // self.block_size)], :, 0].sum(axis=0)
                 targets = asked.targets[0][: -(-kept // self.block_size)]
                 leaf[targets] = 0
-                leaf[targets[0], :, 0] = state
-            kept_and_sinks = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks, "num_prompt": asked.num_prompt}
-            cached = Cached(keys, values, score, text, *numbers, **kept_and_sinks)
-            cached = cached._replace(state=None if state is None else state[None])
-            cached = informed(cached, self._method, self.layout.groups[group].layers)
-            priority = np.broadcast_to(self._method.priority(cached, np), keys.shape[:-1])[0, :, 0]
+                leaf[targets[0], :, 0] = cached.state[0]
+            priority = np.broadcast_to(self._method.priority(cached, np), cached.keys.shape[:-1])[0, :, 0]
         stays = (slots < asked.num_sinks) | (slots >= count - asked.num_recent)
         ranked = np.where(np.isnan(priority), -np.inf, priority)
         sources = np.array([np.sort(np.lexsort((-wanted, ~stays))[:kept]) for wanted in ranked])
@@ -240,7 +273,7 @@ class StoringExecutor(FakeExecutor):
                 new = np.flatnonzero(changed[at, source])
                 self._encode(at, [x[at, source[new]] for x in pair], to_block[new], offset[new])
             if self._method.resets_scores:
-                self.leaves[SCORE][to_block[:kept], at, 0, 0, offset[:kept]] = 0
+                self.leaves[SCORE][to_block[:kept], at, :, 0, offset[:kept]] = 0
 
     def _hide(self, asked: Evictions) -> None:
         """Hides what goes of one row in one group of layers."""

@@ -9,9 +9,10 @@ from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.layout import SUMMARY
 from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.scheduler.step.types import StepArrays
+from tests.counted_evictions import Storage
 from tests.expected import LONGEST, PATTERNS
 from tests.fake_pool import StoringExecutor
-from tests.storing_simulation import DRAWN, Storage, StoringSimulation, block_queries
+from tests.storing_simulation import DRAWN, StoringSimulation, block_queries
 
 
 class SelectingExecutor(StoringExecutor):

@@ -6,25 +6,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import numpy as np
 
-from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.core.layer_spec import LatentSpec
+from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import FAR, FULL
 from ksana_jax.core.request import SamplingParams
-from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import CODECS
-from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.kv.eviction.base import Cached, EvictionMethod
-from ksana_jax.kv.layout import STATE
+from ksana_jax.kv.eviction.base import Cached
+from ksana_jax.kv.layout import SCORE, STATE
+from tests.counted_evictions import Counted, Storage, counted, divided, plain
 from tests.drawn_eviction import PROMPTS, drawn_eviction
 from tests.expected import LONGEST, PATTERNS, beams_by, visible_later
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
-from tests.fake_pool import StoringExecutor, digest, informed, mass, merged, queries, rounded, vectors
+from tests.fake_pool import StoringExecutor, digest, informed, merged, paid, queries, rounded, vectors
 from tests.methods.selection import definition
 from tests.methods.selection.definition import blocks_read
 from tests.reference import literal
@@ -42,92 +39,6 @@ def block_queries(hidden: np.ndarray) -> np.ndarray:
     return np.stack([x.astype(np.float64) for x in vectors(hidden)], axis=-2) / 2**12
 
 
-def plain(items: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """Returns `kv_eviction` from its items, in which `of` is a tuple of items too."""
-    return {name: dict(value) if name == "of" else value for name, value in items}
-
-
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """How an engine stores keys and values. eviction, selection: items of `kv_eviction` and `kv_selection`; empty
-    evicts nothing, and reads all. latent: of a model whose keys are its values."""
-
-    pattern: str
-    block_size: int
-    codec: str = "f32"
-    exact: tuple[int, ...] = ()
-    eviction: tuple[tuple[str, Any], ...] = ()
-    selection: tuple[tuple[str, Any], ...] = ()
-    latent: LatentSpec | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Fields of EngineConfig."""
-        found: dict[str, Any] = {"kv_cache_dtype": self.codec, "kv_full_precision_layers": self.exact}
-        found |= {"kv_eviction": plain(self.eviction)} if self.eviction else {}
-        return found | ({"kv_selection": dict(self.selection)} if self.selection else {})
-
-    @property
-    def method(self) -> EvictionMethod | None:
-        return read_eviction(plain(self.eviction) or None)
-
-    def context(self, num_prompt: int) -> int:
-        """How many of a prompt's tokens are there when rows evict once: a token follows a probe."""
-        return num_prompt - (self.method is not None and self.method.probes and num_prompt > 1)
-
-    def probe(self, prompt: np.ndarray) -> np.ndarray:
-        """What a row computes after the context of a prompt: nothing if it does not evict there."""
-        end = self.context(len(prompt))
-        evicts = any(end in counted(self, group, len(prompt)).evictions for group in range(len(self.layout.groups)))
-        if self.method is None or not self.method.probes or not evicts:
-            return np.zeros(0, np.int32)
-        return self.method.probe(prompt[:end])
-
-    @functools.cached_property
-    def layout(self):
-        patterns = PATTERNS[self.pattern]
-        model = ModelConfig(num_layers=len(patterns), num_kv_heads=1, head_dim=HEAD_DIM, latent=self.latent)
-        return make_layout(
-            model, patterns, EngineConfig(block_size=self.block_size, **self.settings), tuning("cpu").stored_as_bits
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """Evictions from a row in one group of layers, counted token by token.
-
-    cached: [LONGEST + 1] tokens that are cached after so many of the text. evictions: lengths at which some go.
-    """
-
-    cached: list[int]
-    evictions: list[int]
-    budget: int
-
-
-@functools.lru_cache(maxsize=2**12)
-def counted(storage: Storage, group: int, num_prompt: int) -> Counted:
-    num_prompt = storage.context(num_prompt)
-    method, share = storage.method, storage.layout.groups[group].share
-    if method is None or share is None:
-        return Counted(list(range(LONGEST + 1)), [], FAR)
-    interval = method.interval or storage.block_size
-    asked = method.budget * num_prompt if isinstance(method.budget, float) else method.budget
-    shared_out = max(asked - method.sinks - interval + 1 - (method.recent if isinstance(method.recent, int) else 0), 0)
-    steepest = max(other.share or 0 for other in storage.layout.groups) - 1
-    if steepest > 0 and (method.once or isinstance(method.budget, float)):
-        shared_out = min(shared_out, max(num_prompt - asked, 0) / steepest)
-    budget = max(round(asked + (share - 1) * shared_out), method.sinks + interval)
-    cached, evictions = [0], []
-    for length in range(1, LONGEST + 1):
-        count = cached[-1] + 1
-        waits = length < num_prompt if method.prompts == "whole" else False
-        if count > budget and not waits and not (method.once and length != num_prompt):
-            evictions.append(length)
-            count -= interval * math.ceil((count - budget) / interval)
-        cached.append(count)
-    return Counted(cached, evictions, budget)
-
-
 class Text:
     """What the layers of the fake network hold of one text."""
 
@@ -140,7 +51,8 @@ class Text:
         self.kept: list[list[int]] = [[] for _ in range(layers)]
         self.keys, self.values = np.zeros((2, layers, LONGEST, HEAD_DIM), np.float32)
         self.digests = np.zeros((layers, LONGEST), np.uint64)
-        self.scores = np.zeros((layers, LONGEST), np.float32)
+        leaf = next((leaf.shape for leaf in self.layout.leaves if leaf.name == SCORE), (1, 1))
+        self.scores = np.zeros((layers, LONGEST, *leaf[1:2] * (leaf[1] > 1)), np.float32)
         shape = next((leaf.shape[2:] for leaf in self.layout.leaves if leaf.name == STATE), None)
         self.states = None if shape is None else np.zeros((layers, *shape), np.float32)
         self.counts = [counted(storage, group, num_prompt) for group in range(len(self.layout.groups))]
@@ -166,7 +78,8 @@ class Text:
                     q = queries(hidden, self.states.shape[2:])
                     self.states[layer] += self.method.observe(q, np.array([t]), np)[0]
                 if self.method is not None and self.method.observes:
-                    more, before = mass(self.method, hidden, seen, self.number(group)), self.scores[layer, kept]
+                    more = paid(self.method, hidden, seen, self.number(group), self.scores.shape[2:])
+                    before = self.scores[layer, kept]
                     largest = self.method.score_reduction == "max"
                     self.scores[layer, kept] = np.maximum(before, more) if largest else before + more
             hides = self.method is not None and self.method.hides and self.layout.groups[group].share is not None
@@ -174,10 +87,23 @@ class Text:
         self.length += 1
         if not self.is_probe and self.length == self.storage.context(self.num_prompt) < self.num_prompt:
             self.read_probe()
+        if self.method is not None and self.method.measures:
+            self.measure()
         for group, counts in enumerate(self.counts):
             if self.length in counts.evictions:
                 self.evict(group, counts)
         return hidden
+
+    def measure(self) -> None:
+        """Divides the budget when a prompt is complete."""
+        groups = [group for group, other in enumerate(self.layout.groups) if other.share is not None]
+        equal = self.counts[groups[0]]
+        if self.length == self.storage.context(self.num_prompt) and self.length in equal.evictions:
+            assert self.method is not None and isinstance(self.method.recent, int)
+            cached = (self.cached(group, self.method.recent, equal.cached[self.length]) for group in groups)
+            measured = np.concatenate([self.method.measure(of_group, np)[0] for of_group in cached])
+            for group, counts in zip(groups, divided(self.storage, measured, equal, self.length), strict=True):
+                self.counts[group] = counts
 
     def read_probe(self) -> None:
         """Takes the scores that a probe would leave."""
@@ -209,33 +135,41 @@ class Text:
         return None if (found := self.method.query_numbers(until, outputs)) is None else found.ravel()
 
     def evict(self, group: int, counts: Counted) -> None:
-        method, layers = self.method, self.layout.groups[group].layers
+        method, layers, left = self.method, self.layout.groups[group].layers, counts.cached[self.length]
         assert method is not None
         kept = np.array([self.kept[layer] for layer in layers])
-        count, left = kept.shape[1], counts.cached[self.length]
-        own = np.array(layers)[:, None], kept
-        scores = self.scores[own][None, :, None] if method.observes else None
-        text = kept[None, :, None] if method.needs_text_positions else None
+        count = kept.shape[1]
         recent = round(method.recent * counts.budget) if isinstance(method.recent, float) else method.recent
         recent = min(recent, left - method.sinks)
-        numbers = (np.array([x]) for x in (count, recent, self.length, group))
-        state = None if self.states is None else self.states[list(layers)][None]
-        own_vectors = self.keys[own][None, :, None], self.values[own][None, :, None]
-        more = {"num_kept": np.array([left]), "num_sinks": np.array([method.sinks]), "state": state}
-        more["num_prompt"] = np.array([self.storage.context(self.num_prompt)])
-        cached = informed(Cached(*own_vectors, scores, text, *numbers, **more), method, layers)
+        cached = self.cached(group, recent, left)
         priority = np.broadcast_to(method.priority(cached, np), (1, len(layers), 1, count))[0, :, 0]
         stay = {*range(method.sinks), *range(count - recent, count)}
         pairs = [(i, at) for i in range(count) if i not in stay for at in range(len(layers))]
         pairs.sort(key=lambda pair: (-priority[pair[1]][pair[0]], *pair))
-        most = (left - len(stay)) * (len(layers) if method.across_layers else 1)
+        together = method.across_layers and method.hides
+        most = (left - len(stay)) * (len(layers) if together else 1)
         for at, layer in enumerate(layers):
-            mine = pairs if method.across_layers else [pair for pair in pairs if pair[1] == at]
+            mine = pairs if together else [pair for pair in pairs if pair[1] == at]
             self.kept[layer] = [t for i, t in enumerate(self.kept[layer]) if i in stay or (i, at) in mine[:most]]
             if method.resets_scores:
                 self.scores[layer] = 0
         if method.merges:
             self.merge(cached, group, kept)
+
+    def cached(self, group: int, recent: int, left: int) -> Cached:
+        """What the method sees of a group of layers that keeps `left` tokens."""
+        method, layers = self.method, self.layout.groups[group].layers
+        assert method is not None
+        kept = np.array([self.kept[layer] for layer in layers])
+        own = np.array(layers)[:, None], kept
+        scores = self.scores[own][None, :, None] if method.observes else None
+        text = kept[None, :, None] if method.needs_text_positions else None
+        numbers = (np.array([x]) for x in (kept.shape[1], recent, self.length, group))
+        state = None if self.states is None else self.states[list(layers)][None]
+        own_vectors = self.keys[own][None, :, None], self.values[own][None, :, None]
+        more = {"num_kept": np.array([left]), "num_sinks": np.array([method.sinks]), "state": state}
+        more["num_prompt"] = np.array([self.storage.context(self.num_prompt)])
+        return informed(Cached(*own_vectors, scores, text, *numbers, **more), method, layers)
 
     def merge(self, cached: Cached, group: int, before: np.ndarray) -> None:
         """Merges what went of `before` [L, C] into what stays."""
@@ -250,6 +184,15 @@ class Text:
             codec = "f32" if layer in self.storage.exact else self.storage.codec
             k, v = (rounded(codec, x[at, changed[at]]) for x in pair)
             self.keys[layer, new], self.values[layer, new], self.digests[layer, new] = k, v, digest(k, v)
+
+
+@functools.lru_cache(maxsize=2**12)
+def counts_of(storage: Storage, prompt: bytes) -> list[Counted]:
+    """The evictions from a row with a prompt, in each group."""
+    text = Text(storage, len(prompt) // 4)
+    for token in np.frombuffer(prompt, np.int32).tolist():
+        text.add(token)
+    return text.counts
 
 
 @functools.lru_cache(maxsize=2**14)
@@ -394,6 +337,8 @@ class StoringSimulation(SavingSessions):
             return super().starts_of(group, row)
         done = int(rows.num_computed[row])
         counts = counted(self.storage, group, int(rows.num_prompt[row])).cached
+        if method.measures and done >= rows.num_prompt[row] and not (rows.evict_at[:, row] <= done).any():
+            counts = counts_of(self.storage, rows.token_ids[row, : rows.num_prompt[row]].tobytes())[group].cached
         # A row that shares blocks evicts when the next step is scheduled.
         waits = bool((rows.evict_at[:, row] <= done).any())
         cached = counts[done - 1] + 1 if waits else counts[done]

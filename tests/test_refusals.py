@@ -29,6 +29,7 @@ SOME = {
     "kv_cache_dtype latent8": {"kv_cache_dtype": "latent8"},
     refusals.NO_LATENTS: {},
     refusals.READS_OUTPUTS: {"kv_eviction": {"method": "criticalkv", "budget": 20}},
+    refusals.HEADS_APART: {"kv_eviction": {"method": "adakv", "memory": "freed", "budget": 20}},
     refusals.ALIBI: {"alibi": (0.5, 0.25, 0.125, 0.0625)},
     refusals.SHARED_KV: {"kv_layers": (0, 0)},
     refusals.OTHER_PATTERN: {"pattern": [{"window": 8}, "full"]},

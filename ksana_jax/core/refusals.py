@@ -45,6 +45,7 @@ NOT_NATIVE = "kv_cache_dtype other than f32, bf16, f16 and int8"
 UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
 BY_HEAD = "patterns that differ between the kv heads of a layer"
+HEADS_APART = "kv_eviction that frees the memory of single kv heads"
 SHARED_KV, OTHER_PATTERN = "layers that read another layer's keys and values", "another pattern than that layer's"
 LATENTS, READS_OUTPUTS = "a model with latents", "kv_eviction that reads the output matrix of each head"
 NO_LATENTS = "a model without latents"
@@ -79,6 +80,7 @@ REFUSALS = (
     Refusal(BY_HEAD, "kv_selection", "a step selects for all heads of a layer together"),
     Refusal(BY_HEAD, "kv_full_precision_layers", "blocks hold heads of different layers"),
     Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
+    Refusal(HEADS_APART, "kv_full_precision_layers", "blocks hold single heads"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
     Refusal(LATENTS, WHOLE_BLOCKS, "it encodes keys and values apart, and latents are both"),
     Refusal("kv_cache_dtype latent8", NO_LATENTS, "it encodes latents apart from their rotated numbers"),

@@ -17,12 +17,15 @@ from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.settings import check_length, check_policies, with_dtype, with_token_ids
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.engine_layout import make_layout
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.model_layout import with_heads_apart
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.prefix_reporter import PrefixReporter
 from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.methods.steering import steer
+from ksana_jax.scheduler.row_eviction import Measure
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees, read_speculative
 from ksana_jax.scheduler.speculative.base import ProposerContext
@@ -83,6 +86,7 @@ def build_engine(
     _check_tokenizer(model, tokenizer)
     seen = read_patterns(patterns, model)
     config = with_dtype(check_policies(config), params).for_model(model, seen)
+    seen = with_heads_apart(seen, model, read_eviction(config.kv_eviction))
     check_length(model, config)
     config = with_token_ids(config, tokenizer, model.vocab_size)
     if executor is None:
@@ -191,7 +195,15 @@ def _scheduler(
         layout=half.layout,
         policy=config.policy,
         speculation=speculation,
+        measure=_measurer(half.executor),
     )
+
+
+def _measurer(executor: Any) -> Measure:
+    """Returns what measures rows for `RowEviction`; None of an executor without keys and values."""
+    if (evictor := getattr(executor, "evictor", None)) is None:
+        return None
+    return lambda asked: evictor.measure(executor.cache, asked)
 
 
 def _builder(half: DeviceSetup, model: ModelConfig, buckets: Buckets | None) -> BatchBuilder:

@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.engine_lock import EngineLock
 from ksana_jax.engine.steps import StepLoop
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.kv.model_layout import with_heads_apart
 from ksana_jax.scheduler.step.per_token import numbering
 from ksana_jax.tokenizers import Tokenizer
 
@@ -20,6 +23,7 @@ class IdleChanges(StepLoop):
     lock: EngineLock
     requests: dict[str, Any]
     tokenizer: Tokenizer | None
+    model: ModelConfig
 
     def check_idle(self, otherwise: str) -> None:
         """Raises RuntimeError while requests are running; otherwise: what the message adds."""
@@ -37,6 +41,7 @@ class IdleChanges(StepLoop):
 
     def _set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
         self.check_idle("the pattern changes only in between")
+        patterns = with_heads_apart(patterns, self.model, read_eviction(self.config.kv_eviction))
         layout = self.scheduler.layout.with_patterns(patterns)  # may refuse, which changes nothing
         self.lock.begin_write()
         self.executor.set_patterns(patterns)

@@ -103,7 +103,7 @@ def check_policies(config: EngineConfig) -> EngineConfig:
     find_replacement_policy(config.prefix_replacement)
     if (eviction := read_eviction(config.kv_eviction)) is not None:
         check_priority(eviction)
-        name = not eviction.head_by_head and f"kv_eviction {type(eviction).__name__}"
+        name = (eviction.measures or not eviction.head_by_head) and f"kv_eviction {type(eviction).__name__}"
         refusals.check(config.used() | {refusals.COMPARES_HEADS: name})
     read_selection(config.kv_selection)
     method, most = read_speculative(config.speculative_config), config.max_num_batched_tokens

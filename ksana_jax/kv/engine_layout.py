@@ -22,6 +22,9 @@ def make_layout(
     Raises:
       ConfigError: settings and model do not fit together.
     """
+    eviction = read_eviction(config.kv_eviction)
+    apart = eviction is not None and eviction.measures and eviction.per_head
+    refusals.check({**config.used(), refusals.HEADS_APART: apart and f"kv_eviction {type(eviction).__name__}"})
     if (selection := read_selection(config.kv_selection)) is not None:
         selection.num_blocks(config.block_size)
     layout = layout_of(
@@ -30,7 +33,7 @@ def make_layout(
         dtype=config.kv_dtype,
         block_size=config.block_size,
         as_bits=as_bits,
-        eviction=read_eviction(config.kv_eviction),
+        eviction=eviction,
         selection=selection,
         exact_dtype=config.dtype,
         text_positions=config.kept_tokens,

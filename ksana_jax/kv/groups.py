@@ -33,6 +33,7 @@ def group_layers(
     patterns: Sequence[AttentionPattern],
     shares: Mapping[int, float | None] | Sequence[float | None] | None = None,
     layers: Iterable[int] | None = None,
+    apart: bool = False,
 ) -> tuple[KVGroup, ...]:
     """Groups layers that keep the same positions, or equally many, with the same number of layers per group, so that
     all blocks have the same size and one free list serves all groups.
@@ -43,13 +44,14 @@ def group_layers(
     Args:
       shares: of the budget of an eviction method, by layer; see `KVGroup`.
       layers: that have keys and values of their own; None for all.
+      apart: whether each layer is a group of its own.
     """
     kinds: dict[tuple[VisibleRange, float | None], list[int]] = {}
     for layer in range(len(patterns)) if layers is None else layers:
         kinds.setdefault((VisibleRange.of([patterns[layer]]), shares[layer] if shares else None), []).append(layer)
     size = max(
         size
-        for size in range(1, sum(map(len, kinds.values())) + 1)
+        for size in range(1, 2 if apart else sum(map(len, kinds.values())) + 1)
         if all(8 * (-len(alike) % size) <= len(alike) for alike in kinds.values())
     )
     return tuple(

@@ -47,10 +47,12 @@ def layout_of(
       ConfigError: no layer can evict or select, or see `EvictionSchedule`.
     """
     seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers, model.num_kv_heads)
+    seen = with_heads_apart(seen, model, eviction)
     sources = shared_kv.sources(model.kv_layers, model.num_layers, len(seen))
     shared_kv.check_patterns(sources, seen)
     # A place has all heads of a layer, or a single one.
-    model = dataclasses.replace(model, num_kv_heads=model.num_kv_heads * model.num_layers // len(seen))
+    heads_apart, num_queries = len(seen) // model.num_layers, model.num_heads // model.num_kv_heads
+    model = dataclasses.replace(model, num_kv_heads=model.num_kv_heads // heads_apart)
     used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
     used |= {refusals.LATENTS: model.latent is not None}
     if eviction is not None and eviction.reads_outputs:
@@ -63,7 +65,8 @@ def layout_of(
     if dtype in LATENT_CODECS:
         _check_latent(model, dtype)
     layers = sorted(set(sources))
-    groups = group_layers(seen, None if eviction is None else _shares(eviction, seen, layers), layers)
+    shares = None if eviction is None else _shares(eviction, seen, layers)
+    groups = group_layers(seen, shares, layers, apart=eviction is not None and eviction.measures)
     num_layers, heads, sides = len(groups[0].layers), model.num_kv_heads, 2 if model.latent is None else 1
     leaves = [
         Leaf(
@@ -79,13 +82,14 @@ def layout_of(
     if eviction is None:
         return KVLayout(groups, block_size, tuple(leaves), dtype, **selects, sources=sources)
     of_token = (num_layers, 1, heads, block_size)
-    leaves += [Leaf(SCORE, of_token, "float32")] * eviction.observes
+    sums = eviction.num_scores(num_queries)
+    leaves += [Leaf(SCORE, (num_layers, sums, heads, block_size), "float32")] * eviction.observes
     text_positions = eviction.needs_text_positions or (text_positions and not eviction.hides)
     leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * text_positions
-    if (state := eviction.state_shape(model.num_heads // heads, model.head_dim)) is not None:
+    if (state := eviction.state_shape(num_queries, model.head_dim)) is not None:
         leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
     leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
-    schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size)
+    schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size, heads_apart)
     return KVLayout(groups, block_size, tuple(leaves), dtype, schedule, sources=sources)
 
 
@@ -99,6 +103,15 @@ def _check_latent(model: ModelConfig, dtype: str) -> None:
             f"kv_cache_dtype {dtype} encodes {codes} of {model.head_dim} numbers of a token, the model's latent has "
             f"{latent.rank}: it must be a multiple of 128, with fewer than 128 rotated numbers next to it"
         )
+
+
+def with_heads_apart(
+    patterns: Sequence[AttentionPattern], model: ModelConfig, eviction: EvictionMethod | None
+) -> Sequence[AttentionPattern]:
+    """Returns patterns of layers, repeated for each kv head if a method measures budgets of heads."""
+    if eviction is None or not (eviction.measures and eviction.per_head) or len(patterns) > model.num_layers:
+        return patterns
+    return tuple(pattern for pattern in patterns for _ in range(model.num_kv_heads))
 
 
 def codec_name(dtype: str | Mapping[str, Any]) -> str:

@@ -36,6 +36,8 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
             return f"{name} hides tokens (memory simulated), and the kernels read all"
         if method.observes and method.score_reduction != "sum":
             return f"{name} observes the largest weight of any query, and the kernels return sums"
+        if method.observes and method.num_scores(1) > 1:
+            return f"{name} observes several sums over queries, and the kernels return one"
         if method.custom_logits:
             return f"{name} observes other weights than those of the attention, which the kernels return"
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):

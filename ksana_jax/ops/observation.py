@@ -69,7 +69,7 @@ def observed_mass(
     observer: AttentionObserver, queries: ObservedQueries, scores_of: Callable, pieces: Pieces
 ) -> jax.Array:
     """Returns the weight [S, K, pieces.most * pieces.num_tokens] of each slot, the sum or the largest of the queries of
-    a tile and the query heads of a kv head, in float32.
+    a tile and the query heads of a kv head, in float32; or [S, X, K, ...] with several `EvictionMethod.num_scores`.
 
     Args:
       scores_of: piece -> (scores [S, K, R, C], -inf where not visible; cache positions [S, C] of its slots).
@@ -101,8 +101,14 @@ def observed_mass(
     factor = 1.0 if numbers is None else method.query_factor(numbers)
 
     def weigh(i, mass):
-        weights = getattr(jnp.exp(logits_of(i) - base) * factor, method.score_reduction)(axis=2)
-        return jax.lax.dynamic_update_slice_in_dim(mass, weights, i * pieces.num_tokens, axis=2)
+        weights = jnp.exp(logits_of(i) - base) * factor
+        if num_sums == 1:
+            added = getattr(weights, method.score_reduction)(axis=2)
+        else:
+            added = jnp.moveaxis(method.observed(weights.reshape(s, kv_heads, group, -1, weights.shape[3]), jnp), 0, 1)
+        return jax.lax.dynamic_update_slice_in_dim(mass, added, i * pieces.num_tokens, axis=mass.ndim - 1)
 
-    mass = jnp.zeros((s, kv_heads, pieces.most * pieces.num_tokens), jnp.float32)
+    num_sums = method.num_scores(group)
+    sums = () if num_sums == 1 else (num_sums,)
+    mass = jnp.zeros((s, *sums, kv_heads, pieces.most * pieces.num_tokens), jnp.float32)
     return pieces.features.loop(pieces.count, pieces.most, weigh, mass)

@@ -20,6 +20,9 @@ def entered(cache: KVCache, q: jax.Array, context: AttentionContext, scale: floa
     assert context.observer is not None
     slots, positions, method = context.batch.slots, context.batch.positions, context.observer.method
     cache = cache.enter(context.layer, slots, positions)
+    if SCORE in cache.leaves and (scores := cache.leaves[SCORE]).shape[2] > 1:  # one of several sums is initialised
+        at = scores.at[slots // cache.block_size, context.layer, :, :, slots % cache.block_size]
+        cache = KVCache(cache.leaves | {SCORE: at.set(0, mode="drop")}, cache.codec)
     if STATE not in cache.leaves:
         return cache
     leaf = cache.leaves[STATE]
@@ -36,13 +39,12 @@ def scored(cache: KVCache, context: AttentionContext, masses: Sequence[jax.Array
     """Adds attention weights to the scores of slots, or keeps the larger ones, see `EvictionMethod.score_reduction`.
 
     Args:
-      masses: [S, K, P*B] of each part of the step; blocks may repeat.
+      masses: [S, K, P*B] or [S, X, K, P*B] of each part of the step; blocks may repeat.
     """
     assert context.observer is not None
     scores = cache.leaves[SCORE]
     for (_, _, tiles), mass in zip(context.shape.places(), masses, strict=True):
-        s, num_kv_heads, _ = mass.shape
-        at = scores.at[context.batch.block_tables[tiles], context.layer, 0]
-        pieces = mass.reshape(s, num_kv_heads, -1, cache.block_size).transpose(0, 2, 1, 3)
+        at = scores.at[context.batch.block_tables[tiles], context.layer, *(0,) * (mass.ndim == 3)]
+        pieces = jnp.moveaxis(mass.reshape(*mass.shape[:-1], -1, cache.block_size), -2, 1)
         scores = at.max(pieces) if context.observer.method.score_reduction == "max" else at.add(pieces)
     return KVCache(cache.leaves | {SCORE: scores}, cache.codec)

@@ -21,7 +21,7 @@ from ksana_jax.models.rope import Rope
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache, stored
 from ksana_jax.runner.compiling import compiled, lower
 from ksana_jax.runner.program_key import Lowering
-from ksana_jax.runner.statistics_eviction import facts_of, with_state
+from ksana_jax.runner.statistics_eviction import facts_of, measure, with_state
 from ksana_jax.sharding.placement import Placement
 from ksana_jax.sharding.specs import BY_HEAD
 
@@ -56,7 +56,7 @@ class Evictor:
         while widths[-1] > 4:
             widths.append(-(-widths[-1] // 4))
         self._widths = widths[::-1]
-        self._compiled: dict[tuple[int, int], Callable] = {}
+        self._compiled: dict[tuple[Callable, int, int], Callable] = {}
 
     def _sizes(self, width: int) -> tuple[int, ...]:
         """Returns the numbers of rows for which functions are compiled: n rows take the smallest that holds them."""
@@ -79,7 +79,22 @@ class Evictor:
         largest = self._width(table_width)
         for width in [width for width in self._widths if width <= largest]:
             for size in self._sizes(width):
-                self._function(size, width)
+                for lowers in self._lowers:
+                    self._function(lowers, size, width)
+
+    @property
+    def _lowers(self) -> tuple[Callable, ...]:
+        assert self._layout.eviction is not None
+        return (lower_evictions, *(lower_measurements,) * self._layout.eviction.method.measures)
+
+    def measure(self, cache: KVCache, asked: Evictions) -> np.ndarray:
+        """Returns what the method measures of rows, of which each is in one group: [n, Lg, K, ...]."""
+        width, found = self._width(asked.tables.shape[1]), []
+        most = self._sizes(width)[-1]
+        for first in range(0, len(asked.tables), most):
+            some = Evictions(*(None if x is None else x[first : first + most] for x in asked))
+            found.append(self._run(lower_measurements, cache, some, width))
+        return np.concatenate([np.asarray(x) for x in found])[: len(asked.tables), :, 0]
 
     def start(self, cache: KVCache, asked: Evictions, checks: list[Callable[[], None]]) -> KVCache:
         """Starts evictions on the device; returns the pool, and adds what the host checks later, see `_check`."""
@@ -87,7 +102,7 @@ class Evictor:
         most = self._sizes(width)[-1]
         for first in range(0, len(asked.tables), most):
             some = Evictions(*(None if x is None else x[first : first + most] for x in asked))
-            cache, found = self._start(cache, some, width)
+            cache, found = self._run(lower_evictions, cache, some, width)
             is_nan.append(found)
         checks.append(functools.partial(self._check, asked, is_nan))
         return cache
@@ -106,7 +121,8 @@ class Evictor:
                 at = f"in layer {layers[place]} when a sequence has {asked.length[row]:,} tokens"
                 raise ConfigError(f"kv_eviction {name}: priority is NaN {at}")
 
-    def _start(self, cache: KVCache, asked: Evictions, width: int) -> tuple[KVCache, jax.Array]:
+    def _run(self, lowers: Callable, cache: KVCache, asked: Evictions, width: int) -> Any:
+        """Calls a function of `_lowers` on rows, which are padded to a number of rows for which it is compiled."""
         tables, targets, *columns, given = asked
         count, used = tables.shape
         size = next(s for s in self._sizes(width) if s >= count)
@@ -117,7 +133,8 @@ class Evictor:
             more = (size - count, 0, 0, self._given_shape[-1] - given.shape[-1])
             given = np.pad(given, [(0, n) for n in more])
         self._facts = self._facts or self._facts_of(self._params())
-        return self._function(size, width)(cache, Evictions(tables, targets, *columns, given=given), self._facts)
+        run = self._function(lowers, size, width)
+        return run(cache, Evictions(tables, targets, *columns, given=given), self._facts)
 
     @property
     def _given_shape(self) -> tuple[int, ...]:
@@ -125,8 +142,8 @@ class Evictor:
         _, _, heads, block_size = layout.leaf(TEXT_POSITION).shape
         return len(layout.groups[0].layers), heads, self.table_width * block_size
 
-    def _function(self, size: int, width: int) -> Callable:
-        key = (size, width)
+    def _function(self, lowers: Callable, size: int, width: int) -> Callable:
+        key = (lowers, size, width)
         if key not in self._compiled:
             assert self._layout.eviction is not None
             ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -134,8 +151,9 @@ class Evictor:
             method = self._layout.eviction.method.compiled
             given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.needs_full_text else None
             asked = Evictions(*[ints((size, width))] * 2, *[ints((size,))] * (len(Evictions._fields) - 3), given=given)
-            lowering = Lowering(lower_evictions, pool, asked, self._shapes, method=method, placement=self._placement)
-            self._compiled[key] = compiled(("evict", *key), lowering)
+            lowering = Lowering(lowers, pool, asked, self._shapes, method=method, placement=self._placement)
+            name = "evict" if lowers is lower_evictions else "measure"
+            self._compiled[key] = compiled((name, size, width), lowering)
         return self._compiled[key]
 
 
@@ -145,14 +163,28 @@ def lower_evictions(*arguments: Any, method: EvictionMethod, placement: Placemen
     return lower(placement.jit(run, returns=(BY_HEAD, BY_HEAD), donated=0), *arguments)
 
 
+def lower_measurements(*arguments: Any, method: EvictionMethod, placement: Placement) -> Any:
+    """Lowers `measure` by a method, which reads the pool only; arguments as in `lower_evictions`."""
+
+    def cached(cache: KVCache, asked: Evictions) -> Cached:
+        return _cached(cache, _rows(cache, asked), asked)
+
+    run = functools.partial(measure, method=method, cached=cached)
+    return lower(placement.jit(run, returns=BY_HEAD), *arguments)
+
+
+def _rows(cache: KVCache, asked: Evictions) -> dict[str, jax.Array]:
+    """Returns the leaves of rows, by slot."""
+    return {name: _by_slot(leaf[asked.tables]) for name, leaf in cache.leaves.items()}
+
+
 def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCache:
     """Moves the tokens that a method keeps to the first slots of their rows, in their order, or hides the others.
 
     Args:
       asked: n rows, each in one group of layers.
     """
-    tables = asked.tables
-    rows = {name: _by_slot(leaf[tables]) for name, leaf in cache.leaves.items()}
+    tables, rows = asked.tables, _rows(cache, asked)
     if method.hides:
         num_slots, new = asked.length, rows | {HIDDEN: _hidden(cache, rows, asked, method)}
     else:
@@ -241,6 +273,8 @@ def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cac
     stored = {name: x for name, x in rows.items() if name not in OF_TOKENS}
     keys, values = (_decoded(cache, {name: x[:, :, side] for name, x in stored.items()}) for side in (0, -1))
     score, text_positions = (rows[name][:, :, 0] if name in rows else None for name in (SCORE, TEXT_POSITION))
+    if score is not None and rows[SCORE].shape[2] > 1:
+        score = jnp.moveaxis(rows[SCORE], 2, -1)
     given = None
     if asked.given is not None:
         assert text_positions is not None

@@ -40,11 +40,12 @@ def facts_of(params: Params, layout: KVLayout, ropes: Sequence[Rope]) -> Facts:
     layers = np.zeros((len(layout.groups), len(layout.groups[0].layers)), np.int32)
     for group, row in zip(layout.groups, layers, strict=True):
         row[: len(group.layers)] = group.layers
-    found = dict(method.constants())
+    layers //= layout.eviction.heads_apart
+    found, num_layers = dict(method.constants()), len(layout.places) // layout.eviction.heads_apart
     for name, x in found.items():
-        if len(x) != len(layout.places):
+        if len(x) != num_layers:
             raise ConfigError(
-                f"kv_eviction {type(method).__name__}: {name} is of {len(x)} layers, the model has {len(layout.places)}"
+                f"kv_eviction {type(method).__name__}: {name} is of {len(x)} layers, the model has {num_layers}"
             )
     if method.reads_ropes:
         frequencies = np.array([rope.inv_freq for rope in ropes], np.float32)
@@ -90,6 +91,13 @@ class StatisticsEviction:
         self.state = self.state if found.state is None else found.state
         return found
 
+    def measure(self, cached: Cached, xp: Any) -> Array:
+        found, shape = self._call("measure", cached, xp), cached.keys.shape[:3]
+        if found.shape[:3] != shape:
+            name = f"kv_eviction {name_of(type(self._method))}: measure returns shape {found.shape}"
+            raise ConfigError(f"{name}, must begin with {shape} (rows, layers, KV heads)")
+        return found
+
     def _call(self, name: str, cached: Cached, *arguments: Any) -> Any:
         """Calls a method of the eviction method with all that it reads.
 
@@ -124,6 +132,30 @@ def output_norms(cached: Cached, outputs: jax.Array) -> jax.Array:
     return jax.lax.map(norms, indices).reshape(n, num_layers, heads, num_slots)
 
 
+def measure(cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionMethod, cached: Any) -> jax.Array:
+    """Returns what a method measures of rows, [n, Lg, 1, K, ...] float32; changes nothing.
+
+    Args:
+      cached: returns a method's input, see `evicting.cached`.
+    """
+    leaves, _, _, state = _states(cache, asked, asked.num_tokens)
+    cache = KVCache(leaves, cache.codec)
+    found = StatisticsEviction(method, facts, state).measure(cached(cache, asked), jnp)
+    return found[:, :, None].astype(jnp.float32)
+
+
+def _states(cache: KVCache, asked: Evictions, num_tokens: jax.Array) -> tuple[dict[str, jax.Array], Any, Any, Any]:
+    """Returns the pool's leaves without STATE; and this leaf, the first slots [P] of blocks, and the states
+    [n, Lg, K, ...] of rows, or None for all."""
+    leaves = dict(cache.leaves)
+    if (leaf := leaves.pop(STATE, None)) is None:
+        return leaves, None, None, None
+    parts = leaf[asked.tables][:, :, :, 0]
+    starts = jnp.arange(parts.shape[1]) * cache.block_size
+    used = starts < num_tokens[:, None]
+    return leaves, leaf, starts, jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
+
+
 def with_state(
     evict: Any, cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionMethod
 ) -> tuple[KVCache, jax.Array]:
@@ -132,17 +164,11 @@ def with_state(
     Returns:
       The pool, and `StatisticsEviction.is_nan`.
     """
-    leaves = dict(cache.leaves)
-    leaf = leaves.pop(STATE, None)
-    if leaf is None:
-        told = StatisticsEviction(method, facts, None)
-        return evict(cache, asked, method=told), told.is_nan
-    parts = leaf[asked.tables][:, :, :, 0]
-    starts = jnp.arange(parts.shape[1]) * cache.block_size
     num_before, num_after = (asked.length,) * 2 if method.hides else (asked.num_tokens, asked.num_kept)
-    used = starts < num_before[:, None]
-    state = jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
+    leaves, leaf, starts, state = _states(cache, asked, num_before)
     told = StatisticsEviction(method, facts, state)
+    if leaf is None:
+        return evict(cache, asked, method=told), told.is_nan
     moved = evict(KVCache(leaves, cache.codec), asked, method=told)
     assert told.state is not None
     # The first block has the state of all; a row of padding keeps nothing.

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
+from ksana_jax.kv.eviction.apportioning import measured_budgets
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.kv.state import Origin
@@ -19,6 +21,8 @@ from ksana_jax.scheduler.row_probes import turn
 from ksana_jax.scheduler.row_snapshots import RowSnapshots
 from ksana_jax.scheduler.running import Running
 from ksana_jax.scheduler.step.types import ScheduledBatch
+
+Measure: TypeAlias = Callable[[Evictions], np.ndarray] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,8 @@ class RowEviction:
     Args:
       schedule: when rows evict.
       preempt: takes a row's blocks; its sequence waits again.
+      measure: returns what the method measures of rows of one group each, before they evict: [n, Lg, K, ...].
+        None without keys and values: then all budgets are equal.
       snapshots: of rows after their evictions; None takes none.
     """
 
@@ -37,6 +43,7 @@ class RowEviction:
     row_blocks: RowBlocks
     running: Running
     preempt: Callable[[int], None]
+    measure: Measure
     snapshots: RowSnapshots | None
 
     @classmethod
@@ -46,20 +53,22 @@ class RowEviction:
         row_blocks: RowBlocks,
         running: Running,
         preempt: Callable[[int], None],
+        measure: Measure,
     ) -> RowEviction | None:
         """Returns the evictions of a scheduler; None without a schedule."""
         if schedule is None:
             return None
         found = row_blocks.memory.prefixes.snapshots
-        return cls(schedule, row_blocks, running, preempt, found and RowSnapshots(found, row_blocks))
+        return cls(schedule, row_blocks, running, preempt, measure, found and RowSnapshots(found, row_blocks))
 
     def evict(self, rows: np.ndarray) -> None:
         """Evicts tokens from the rows whose budget is full, and releases the blocks that this empties.
 
-        Rows that share blocks, that fill the prefix cache, or that begin or end a probe wait for `evict_shared`.
+        Rows that share blocks, that fill the prefix cache, that begin or end a probe, or that are measured wait for
+        `evict_shared`.
         """
-        r = self.row_blocks.rows
-        if not self.schedule.method.probes and len(due := rows[self._is_due(rows)]):
+        r, method = self.row_blocks.rows, self.schedule.method
+        if not (method.probes or method.measures) and len(due := rows[self._is_due(rows)]):
             _, counts = self._kept(due)
             due = due[(r.index_at[due] == FAR) & ~self._shared(due, counts).any(axis=(0, 2))]
             self._record(due, r.block_tables.take(due, axis=1))
@@ -75,6 +84,8 @@ class RowEviction:
             return
         if self.schedule.method.probes and not len(rows := turn(self.schedule.method, self.row_blocks, rows)):
             return
+        if self.schedule.method.measures and self.measure is not None:
+            self._measure(rows, self.measure)
         tables = r.block_tables.take(rows, axis=1)
         replaced = self._fork(rows)
         alive = r.alive[rows]
@@ -96,6 +107,18 @@ class RowEviction:
     def waits(self) -> bool:
         """True if rows wait for `evict_shared`."""
         return bool(np.count_nonzero(self._is_due(self.running.order)))
+
+    def _measure(self, rows: np.ndarray, measure: Callable[[Evictions], np.ndarray]) -> None:
+        """Sets the budgets of rows that evict now by what the method measures; waits for the device."""
+        r, schedule = self.row_blocks.rows, self.schedule
+        groups = np.array([group for group, share in enumerate(schedule.shares) if share is not None], np.int32)
+        for row, context in zip(rows.tolist(), self._contexts(rows).tolist(), strict=True):
+            length, ones = r.num_computed[row], np.ones(len(groups), np.int32)
+            kept = length - schedule.evictions(length[None], schedule.budgets(np.array([context])))[0][groups, 0]
+            tables = r.block_tables[groups, row, : r.num_blocks[groups, row].max()]
+            counts = length * ones, kept, schedule.method.sinks * ones, r.num_recent[groups, row], length * ones
+            asked = Evictions(tables, tables, *counts, groups, context * ones)
+            r.budgets[:, row] = measured_budgets(schedule, measure(asked), context)
 
     def _is_due(self, rows: np.ndarray) -> np.ndarray:
         r = self.row_blocks.rows

@@ -51,11 +51,17 @@ class RowSnapshots:
         seq, schedule = r.seqs[row], self.snapshots.schedule
         assert seq is not None
         at = min(seq.num_context, seq.num_prompt - 1)
-        if at > r.num_computed[row] and (schedule.method.marks_blocks or self._evicted(seq, at).any()):
+        if at > r.num_computed[row] and (schedule.method.marks_blocks or self._evicted(row, at).any()):
             r.snapshot_at[row] = at
 
-    def _evicted(self, seq: Sequence, length: int) -> np.ndarray:
-        return self.snapshots.schedule.num_evicted(np.array([length]), np.array([seq.num_context]))[:, 0]
+    def _evicted(self, row: int, length: int) -> np.ndarray:
+        """Returns how many tokens each group of a row has evicted after `length` tokens: [Gk]."""
+        r, schedule = self.row_blocks.rows, self.snapshots.schedule
+        seq = r.seqs[row]
+        assert seq is not None
+        if schedule.method.measures and length >= seq.num_context and (r.evict_at[:, row] > length).all():
+            return r.num_evicted[:, row]
+        return schedule.num_evicted(np.array([length]), np.array([seq.num_context]))[:, 0]
 
     def take_due(self, rows: np.ndarray) -> None:
         """Takes the planned snapshots of rows that have computed so much, and evicted what they then do."""
@@ -92,10 +98,10 @@ class RowSnapshots:
         method, evicted = self.snapshots.schedule.method, r.num_evicted[:, row]
         if method.hides:  # a row whose next eviction is due has made those before
             waits = (r.num_computed[row] >= r.evict_at[:, row]).any()
-            evicted = self._evicted(seq, int(r.num_computed[row]) - waits)
+            evicted = self._evicted(row, int(r.num_computed[row]) - waits)
         if not (method.marks_blocks or evicted.any()) or length > self._most(seq, length):
             return False  # the first is a matter of the prefix index
-        if length < 1 or (evicted != self._evicted(seq, length)).any():
+        if length < 1 or (evicted != self._evicted(row, length)).any():
             return False
         held, alive = before(self.row_blocks, row, length), np.ones(0, bool)
         for group, live in enumerate(self.row_blocks.visible):  # a step's last blocks may not have been returned yet

@@ -21,7 +21,7 @@ from ksana_jax.scheduler.forking import fork_prompts
 from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_checks import check_row_blocks
-from ksana_jax.scheduler.row_eviction import RowEviction
+from ksana_jax.scheduler.row_eviction import Measure, RowEviction
 from ksana_jax.scheduler.row_indexing import index_full
 from ksana_jax.scheduler.row_returns import return_invisible
 from ksana_jax.scheduler.row_sharing import swap_out
@@ -43,6 +43,7 @@ class Scheduler:
       layout: of the pool, with the positions that stay visible to later tokens in each group of layers.
       policy: a key of SCHEDULING_POLICIES, or see `find_scheduling_policy`.
       speculation: drafts tokens for steps of decodes; None for none.
+      measure: see `RowEviction`.
     """
 
     def __init__(
@@ -56,16 +57,15 @@ class Scheduler:
         layout: KVLayout,
         policy: Any = "fcfs",
         speculation: Speculation | None = None,
+        measure: Measure = None,
     ):
         self.memory = memory
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.query_tile = query_tile
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.tiles = list(most_tiles(max_num_batched_tokens, query_tile))
-        self.max_model_len = max_model_len
+        self.query_tile, self.max_model_len = query_tile, max_model_len
         self.num_preemptions = 0
         self.speculation = speculation
-        self._policy = policy
+        self._policy, self._measure = policy, measure
         self._make_books(layout, memory.index.scope)
 
     def _make_books(self, layout: KVLayout, scope: Scope) -> None:
@@ -90,7 +90,7 @@ class Scheduler:
         most_tokens = self.max_num_batched_tokens
         self.rows = Rows(self.max_num_seqs, layout.table_width(self.max_model_len, most_tokens), len(layout.groups))
         blocks = self.row_blocks = RowBlocks(self.rows, self.memory, layout)
-        self.eviction = RowEviction.of(layout.eviction, blocks, self.running, self._preempt)
+        self.eviction = RowEviction.of(layout.eviction, blocks, self.running, self._preempt, self._measure)
         self.provision = Provision(self.memory, self.running, blocks, self._preempt, self.queue.reclaim_shared)
         self.drafting = None
         if self.speculation is not None:

@@ -55,6 +55,7 @@ def plain():
         {"method": "mine:KeyDiff"},
         {"method": "mine:Merging"},
         {"method": "mine:Steep", "of": {"method": "mine:Merging"}},
+        {"method": "mine:Highest", "of": {"method": "mine:KeyDiff"}, "prompts": "once"},
     ],
 )
 def test_eviction_methods_serve(mine, setting):

@@ -60,9 +60,10 @@ def lowerings() -> dict[str, Lowering]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (evicting, movers):
             patch.setattr(module, "compiled", lambda key, lower: caught.append(lower))
-        evictor._function(1, 4)
+        evictor._function(evicting.lower_evictions, 1, 4)
+        evictor._function(evicting.lower_measurements, 1, 4)
         mover._copy(1)
-    return found | dict(zip(("eviction", "move"), caught, strict=True))
+    return found | dict(zip(("eviction", "measurement", "move"), caught, strict=True))
 
 
 def mutations(x: Any):

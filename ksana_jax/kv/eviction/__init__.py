@@ -20,6 +20,7 @@ EVICTION_METHODS: dict[str, str] = {
     "d2o": "ksana_jax.methods.eviction.d2o:D2O",
     "snapkv": "ksana_jax.methods.eviction.snapkv:SnapKV",
     "adakv": "ksana_jax.methods.eviction.adakv:AdaKV",
+    "cake": "ksana_jax.methods.eviction.cake:CAKE",
     "chunkkv": "ksana_jax.methods.eviction.chunkkv:ChunkKV",
     "rkv": "ksana_jax.methods.eviction.rkv:RKV",
     "kvzip": "ksana_jax.methods.eviction.kvzip:KVzip",

@@ -25,7 +25,8 @@ class Cached(NamedTuple):
     """The cached tokens of n rows in one group of layers, from which a method chooses; C slots, in text order.
 
     keys, values: [n, Lg, K, C, H]. Keys are rotated at their sequence positions, or not at all with positions "cache".
-    scores: [n, Lg, K, C] float32, attention weight that each token has received; None if the method observes none.
+    scores: [n, Lg, K, C] float32, attention weight that each token has received, or [n, Lg, K, C, X] with several
+      `EvictionMethod.num_scores`; None if the method observes none.
     text_positions: [n, Lg, K, C] int32; None unless the method asks for them.
     num_tokens: [n] tokens in the cache; slots beyond them are undefined.
     num_recent: [n] newest tokens that stay, whatever their priority.
@@ -142,9 +143,11 @@ class EvictionMethod:
     head_by_head: ClassVar[bool] = False
     # True if `merge` folds the tokens that go into those that stay; otherwise they are dropped.
     merges: ClassVar[bool] = False
-    # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay: how many a
-    # head keeps depends on data, so memory is simulated.
+    # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay.
     per_head: ClassVar[bool] = False
+    # True if `budgets` divides the budget among layers, or with `per_head` among KV heads, by what `measure` returns.
+    # Each of them then has separate blocks, so that the memory of evicted tokens is freed.
+    measures: ClassVar[bool] = False
 
     def __post_init__(self):
         name = f"kv_eviction {type(self).__name__}"
@@ -167,16 +170,30 @@ class EvictionMethod:
 
     def _problems_of_memory(self) -> list[str]:
         hides, found = self.hides, []
-        if self.per_head and not hides:
+        if self.per_head and not (hides or self.measures):
             found.append('memory is "freed", but its heads keep different numbers of tokens: set it to "simulated"')
         if self.per_head and not self.once:
             found.append(f"prompts is {self.prompts!r}, must be 'once': another eviction would compare unequal heads")
+        if self.measures:
+            found += self._problems_of_budgets()
         if hides and self.positions == "cache":
             found.append('positions "cache" need memory "freed": hidden tokens keep their places in the cache')
         if hides and self.merges:
             found.append('memory "simulated" hides evicted tokens, but the method merges them into others')
         if hides and self.custom_logits:
             found.append('memory is "simulated", but its logits depend on a token\'s place in the cache')
+        return found
+
+    def _problems_of_budgets(self) -> list[str]:
+        found = []
+        if not self.once:
+            found.append(f"prompts is {self.prompts!r}, must be 'once': budgets are measured when a prompt is complete")
+        if self.hides:
+            found.append('memory is "simulated", must be "freed": budgets that are measured divide memory')
+        if self.layers != "uniform":
+            found.append(f"layers is {self.layers!r}, must be 'uniform': its budgets are measured")
+        if self.needs_full_text:
+            found.append("it measures budgets of texts that it has computed, and its method must know them beforehand")
         return found
 
     @property
@@ -211,6 +228,26 @@ class EvictionMethod:
         """
         raise NotImplementedError
 
+    def measure(self, cached: Cached, xp: Any) -> Array:
+        """Returns [n, Lg, K, ...] float32, what `budgets` needs of a complete prompt; only with `measures`.
+
+        Args:
+          cached: `num_kept` is the mean of the budgets.
+          xp: jax.numpy, or numpy in tests.
+        """
+        raise NotImplementedError
+
+    def budgets(self, measured: np.ndarray, num_kept: int, num_prompt: int) -> np.ndarray:
+        """Returns how many tokens each evicting layer keeps of a prompt, [L], or with `per_head` each KV head, [L, K].
+
+        The engine rounds to whole intervals, with at least the sinks and recent tokens and at most the prompt, so that
+        the sum is that of equal budgets.
+
+        Args:
+          measured: [L, K, ...] of `measure`. num_kept: mean of the budgets. num_prompt: tokens of the prompt.
+        """
+        raise NotImplementedError
+
     @property
     def once(self) -> bool:
         """True if it evicts when a prompt is complete and never again."""
@@ -240,6 +277,19 @@ class EvictionMethod:
           group: of layers.
         """
         return None
+
+    def num_scores(self, num_queries: int) -> int:
+        """Returns X, how many sums over queries `Cached.scores` has for each token: 1, or as many as `observed` returns
+        for num_queries query heads of a kv head."""
+        return 1
+
+    def observed(self, weights: Array, xp: Any) -> Array:
+        """Returns the sums [X, S, K, C] that attention weights add to `Cached.scores`; only with several `num_scores`.
+
+        Args:
+          weights: [S, K, G, Q, C] float32 of S rows' Q queries, times `query_factor`.
+        """
+        raise NotImplementedError
 
     def state_shape(self, num_queries: int, head_dim: int) -> tuple[int, ...] | None:
         """Returns the shape of the state that a row has in each layer and kv head; None, the default, for none.
@@ -333,6 +383,7 @@ class EvictionMethod:
     def compiled(self) -> EvictionMethod:
         """The method without the numbers that only the host reads: equal methods need the same compiled programs."""
         of_host = {f.name for f in dataclasses.fields(EvictionMethod)} - {"positions", "memory"}
+        of_host -= {"prompts"} if self.measures else set()  # others are refused
         return dataclasses.replace(self, **{f.name: f.default for f in dataclasses.fields(self) if f.name in of_host})
 
     def shares(self, num_layers: int) -> tuple[float, ...]:

@@ -38,7 +38,9 @@ def check_priority(method: EvictionMethod) -> None:
     cached = Watched(keys, values, None, None, count, count // 4, count, 0 * count, None, count // 2, 0 * count, count)
     positions = np.broadcast_to(np.arange(shape[-1]), shape)
     scores = (positions / 12).astype(np.float32)  # the first is 0, as weights are that underflow
-    given = {"scores": scores, "text_positions": positions, "given": scores}
+    sums = method.num_scores(2)
+    observed = scores if sums == 1 else np.repeat(scores[..., None], sums, axis=-1)
+    given = {"scores": observed, "text_positions": positions, "given": scores}
     asked = {"scores": method.observes, "text_positions": method.needs_text_positions, "given": method.needs_full_text}
     fields: dict[str, Any] = {name: given[name] for name, wanted in asked.items() if wanted}
     if method.reads_outputs:

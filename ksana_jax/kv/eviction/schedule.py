@@ -21,6 +21,7 @@ class EvictionSchedule:
     Args:
       shares: [Gk] of `EvictionMethod.shares`, for each group; None if the group evicts nothing.
       block_size: B, the default interval.
+      heads_apart: KV heads of a layer that are groups of their own; 1 if a group has all heads.
 
     Raises:
       ConfigError: the groups would need their next blocks at different tokens, or the budget holds no interval.
@@ -29,6 +30,7 @@ class EvictionSchedule:
     method: EvictionMethod
     shares: tuple[float | None, ...]
     block_size: int
+    heads_apart: int = 1
 
     def __post_init__(self):
         m, interval = self.method, self.interval
@@ -37,7 +39,7 @@ class EvictionSchedule:
                 f"kv_eviction: interval is {interval}, must be a multiple of block_size {self.block_size} where layers "
                 f"have different budgets or patterns: {len(self.shares)} groups of layers take their blocks together"
             )
-        if m.across_layers and len(self.shares) > 1:
+        if m.across_layers and len(self.shares) > 1 and not m.measures:
             raise ConfigError(
                 f"kv_eviction: layerwise is false, but there are {len(self.shares)} groups of layers: one budget for "
                 "all layers needs full attention in all of them"

@@ -79,7 +79,7 @@ class EvictionWrapper(EvictionMethod):
     def compiled(self) -> EvictionMethod:
         inner = self.inner.compiled
         common = {name: getattr(inner, name) for name in COMMON}
-        if self.per_head:  # with any other it is refused
+        if self.per_head or self.measures:  # with any other it is refused
             common["prompts"] = self.prompts
         return dataclasses.replace(self, of=bare(inner), **common)
 
@@ -92,7 +92,7 @@ class EvictionWrapper(EvictionMethod):
 for _name in (
     "observes score_reduction probes probe resets_scores custom_logits needs_full_text per_head across_layers priority "
     "merges merge head_by_head once needs_text_positions num_known given query_numbers query_factor observed_logits "
-    "constants reads_ropes reads_outputs state_shape observe stored shares"
+    "constants reads_ropes reads_outputs state_shape observe stored shares measures measure budgets num_scores observed"
 ).split():
     setattr(EvictionWrapper, _name, property(operator.attrgetter(f"inner.{_name}")))
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ksana_jax.methods.eviction.noise import uniform
-from tests.methods.eviction.reference import Rule
+from tests.methods.eviction.reference import Rule, cake_budgets
 
 
 def gumbel(seed):
@@ -114,6 +114,19 @@ METHODS = {
     "snapkv, a budget smaller than its window": (
         {"method": "snapkv", "budget": 8, "recent": 12, "prompts": "streamed"},
         lambda n: Rule("last queries", [8, 8], 4, recents=[12] * 2, whole=False, window=12),
+    ),
+    "cake": (
+        {"method": "cake", "budget": 12, "recent": 3},
+        lambda n: Rule(
+            "means and variances",
+            [12, 12],
+            4,
+            recents=[3] * 2,
+            once=True,
+            window=3,
+            variance=200,
+            measure=lambda layers: cake_budgets(layers, 3, 12, 4),
+        ),
     ),
     "pyramidkv": (
         {"method": "snapkv", "budget": 14, "recent": 3, "layers": "pyramid"},

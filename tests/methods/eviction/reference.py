@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tests.counted_evictions import one_by_one
 from tests.reference import _norm, _rotate
 
 
@@ -26,6 +27,7 @@ class Head:
     scores: dict = dataclasses.field(default_factory=dict)
     newest: list = dataclasses.field(default_factory=list)  # weights of the last queries, {position: weight} each
     weights: list = dataclasses.field(default_factory=list)  # of all queries
+    apart: list = dataclasses.field(default_factory=list)  # of all queries, [G, tokens] of the query heads
     threshold: float | None = None  # of similarity, for merging
     past: list = dataclasses.field(default_factory=list)  # values after each token of the text
 
@@ -55,6 +57,8 @@ class Rule:
     random: Callable | None = None  # (layer, kv head, text position) -> number
     future: Callable | None = None  # (layer, kv head, text position, length) -> number
     smoothing: float | None = None  # of the threshold above which evicted tokens are merged; None drops all
+    measure: Callable | None = None  # heads of all layers -> budgets, when a prompt is complete
+    variance: float = 0  # its weight next to the mean weight of the last queries
     probe: Callable | None = None  # context -> tokens after it, whose largest weights are the scores
 
 
@@ -85,6 +89,10 @@ def priorities(drop: str, rule: Rule, layer: int, heads: list[Head], number: int
             before = max(len(head.kept) - rule.window, 0)
             scores = observed(head, rule.window)[:before]
             return np.append(pooled(scores, rule.kernel, rule.pooling), np.zeros(len(head.kept) - before))
+        case "means and variances":
+            moments = window_weights(head, rule.window)
+            order = moments.mean(axis=1) + rule.variance * moments.var(axis=1, ddof=1)
+            return np.append(pooled(order.mean(axis=0), rule.kernel, rule.pooling), np.zeros(rule.window))
         case "chunks":
             before = max(len(head.kept) - rule.window, 0)
             scores = [pooled(observed(h, rule.window)[:before], rule.kernel, rule.pooling) for h in heads]
@@ -133,6 +141,27 @@ def priorities(drop: str, rule: Rule, layer: int, heads: list[Head], number: int
             assert rule.future is not None
             return np.array([rule.future(layer, number, j, length) for j in head.kept])
     raise ValueError(drop)
+
+
+def window_weights(head: Head, window: int) -> np.ndarray:
+    """Weights [G, W, n] that the last W queries of a prompt gave to the n tokens before them."""
+    return np.array([of_query[:, : len(head.apart) - window] for of_query in head.apart[-window:]]).swapaxes(0, 1)
+
+
+def cake_budgets(layers: list[list[Head]], window: int, budget: int, interval: int) -> list[int]:
+    """Budgets of layers by entropy and variance, as the authors' code, in whole intervals of the same sum."""
+    length, preferences = len(layers[0][0].apart), []
+    left = length - interval * math.ceil(max(length - budget, 0) / interval)
+    for heads in layers:
+        weights = np.concatenate([window_weights(head, window) for head in heads])
+        entropy = -(weights * np.log(weights + 1e-10)).sum()
+        preferences.append(entropy * weights.var(axis=1, ddof=1).sum())
+    wanted = window + np.array(preferences) / sum(preferences) * len(layers) * (left - window)
+    over = np.maximum(wanted - length, 0).sum()
+    fits = wanted < length
+    wanted = np.minimum(wanted, length) + fits * over / fits.sum()
+    gone = one_by_one((length - wanted) / interval, (length - left) // interval, (length - window) // interval)
+    return (length - interval * gone).tolist()
 
 
 def evict(rule: Rule, layer: int, heads: list[Head], length: int, num_prompt: int) -> None:
@@ -192,6 +221,7 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
                 head.values[t] = (y @ f64(p.w_v).T).reshape(kv, h)[number]
                 head.kept.append(t)
                 head.scores[t], weights = 0.0, {}
+                head.apart.append(np.zeros((group, len(head.kept))))
                 at = np.arange(len(head.kept)) if rule.in_cache else np.array(head.kept)
                 keys = np.array([head.stored[j] for j in head.kept])
                 keys = _rotate(keys, at, spec.rope.theta) if rule.in_cache else keys
@@ -202,6 +232,7 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
                     if rule.noise is not None and rule.temperature is not None:
                         slots = np.arange(len(scores))
                         scores = (scores + rule.noise(index, who, t, slots)) / rule.temperature(t)
+                    head.apart[-1][g] = softmax(scores)
                     for j, w in zip(head.kept, softmax(scores), strict=True):
                         before = weights.get(j, 0.0)
                         weights[j] = before + w if rule.probe is None else max(before, w)
@@ -228,6 +259,8 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
             for head, other in zip(itertools.chain(*states), itertools.chain(*apart), strict=True):
                 seen = other.newest[num_prompt:]
                 head.scores = {j: max(weights[j] for weights in seen) for j in head.kept}
+        if rule.measure is not None and t + 1 == num_prompt:
+            rule.budgets = rule.measure(states)
         for index, heads in enumerate(states):
             evict(rule, index, heads, t + 1, num_prompt)
             for head in heads:

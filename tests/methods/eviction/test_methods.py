@@ -27,7 +27,7 @@ PROMPTS = [(2 + RNG.permutation(VOCAB - 2)[:length]).tolist() for length in (30,
 
 
 EVERY_TIME = ("h2o", "kvzip", "h2o, once, half of a prompt", "h2o, pyramid", "h2o, positions in the cache")
-EVERY_TIME += ("snapkv", "d2o")
+EVERY_TIME += ("snapkv", "d2o", "cake")
 
 
 def serve(llm, num_outputs: int, preempts: bool, num_question: int):

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
+from ksana_jax.kv.eviction.apportioning import measured_budgets
 from ksana_jax.lab.runs.asking import token_scores
 from ksana_jax.loading import load_model
 from ksana_jax.models import make_rope
 from ksana_jax.models.transformer import forward
+from ksana_jax.scheduler import row_eviction
 from tests import real
 from tests.methods.eviction.reference import Head, Rule, evict
 
@@ -106,3 +108,39 @@ def test_d2o_merges_keys_and_values_as_its_definition_does():
             moved = np.abs(wanted[1] - before[number][head.kept]).max(axis=-1)
             assert 5 < (moved > 0.05).sum() < 60  # some tokens stay as they were
     llm.engine.abort(request.request_id)
+
+
+def test_cake_divides_the_budget_as_its_definition_does(monkeypatch):
+    """In float64, from the weights that the last queries of a prompt give in all layers."""
+    ids, window = RECORDED["token_ids"][:512], 32
+    config, params = load_model("smollm2")
+    rope, at, preferences = make_rope(config.rope, config.head_dim), jnp.arange(len(ids)), []
+
+    def attend(layer, q, k, v, state):
+        q, k = (rope.rotate(x, rope.angles(at)) for x in (q, k))
+        grouped = q.reshape(len(q), config.num_kv_heads, -1, config.head_dim) * config.head_dim**-0.5
+        scores = jnp.einsum("tkgh,ckh->kgtc", grouped, k, precision="highest")
+        weights = jax.nn.softmax(jnp.where(jnp.tri(len(q), dtype=bool), scores, -jnp.inf))
+        last = np.asarray(weights[:, :, -window:, :-window], np.float64)
+        preferences.append(-(last * np.log(last + 1e-10)).sum() * last.var(axis=2, ddof=1).sum())
+        return jnp.einsum("kgtc,ckh->tkgh", weights, v, precision="highest").reshape(q.shape), state
+
+    forward(params, jnp.array(ids), attend, None, config=config)
+    found = []
+
+    def spied(schedule, measured, num_prompt):
+        entropy, variance = measured.sum(axis=(1, 2), dtype=np.float64).T
+        found.append((entropy * variance, schedule.method.budgets(measured[:, 0], 128, num_prompt)))
+        return measured_budgets(schedule, measured, num_prompt)
+
+    monkeypatch.setattr(row_eviction, "measured_budgets", spied)
+    settings = {"method": "cake", "budget": 128}
+    llm = LLM("smollm2", max_model_len=1025, max_num_seqs=1, max_num_batched_tokens=256, kv_eviction=settings)
+    llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=2, temperature=0))
+    [(preference, budgets)] = found
+    # float32: variances are differences of sums over 32 queries.
+    np.testing.assert_allclose(preference, preferences, rtol=2e-3)
+    shares = np.array(preferences) / sum(preferences) * len(preferences) * (128 - window)
+    assert (shares < 512 - window).all(), "none is cut off at the prompt"
+    np.testing.assert_allclose(budgets, window + shares, atol=1)
+    assert budgets.max() > 1.5 * budgets.min()
