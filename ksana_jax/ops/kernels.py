@@ -69,7 +69,7 @@ class Kernels(NamedTuple):
         if context.num_repositioned_sinks:
             sinks = jnp.arange(context.num_repositioned_sinks)
             sink_angles = rope.angles(sink_query_position(context.pattern, context.batch.positions[:, None], sinks))
-        if self.kv_write is None or k is None:
+        if self.kv_write is None or k is None or _rotates_keys(context):
             queries, cache = write(q, k, v, cache, context._replace(num_repositioned_sinks=0), angles, scale)
             if sink_angles is not None:
                 again = jnp.broadcast_to(
@@ -165,6 +165,12 @@ def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache
     merges = context.shape.shared_rows > 0
     method = None if context.observer is None else context.observer.method
     numbers = context.batch.query_numbers
+    tables, starts, positions = call.arrays
+    key_rope = None
+    if _rotates_keys(context):  # no pattern, and so no repositioned sinks
+        in_cache = jnp.arange(tables.shape[1] * cache.block_size)
+        cos, sin = context.rope.angles(in_cache)
+        key_rope, q_sink = (cos * context.rope.scale, sin * context.rope.scale), None
     options = contract.Options(
         q_sink=None if call.shared else q_sink,
         sinks=None if call.shared else context.sink_logits,
@@ -172,10 +178,14 @@ def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache
         return_lse=merges,
         return_mass=context.observer is not None and context.observer.observes,
         mass_factor=None if method is None or numbers is None else method.query_factor(call.take(numbers, 0)),
+        key_rope=key_rope,
         out_dtype=jnp.float32 if merges else q.dtype,
     )
-    tables, starts, positions = call.arrays
     return contract.Call(q, pool_of(cache), tables, starts, positions, jnp.int32(context.layer), pattern, options)
+
+
+def _rotates_keys(context: AttentionContext) -> bool:
+    return context.observer is not None and context.observer.unrotated_keys
 
 
 def pool_of(cache: KVCache) -> contract.Pool:
