@@ -15,9 +15,11 @@ from tests.fake_network import HEAD_DIM
 from tests.statistics_files import setting_of
 
 # An oracle serves one text, that it has seen before.
-METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
+METHODS = sorted(EVICTION_METHODS.keys() - {"oracle", "mikv"})
 # Drawn by a generator of its own in place of some others, so that their draws stay as they were without it.
 MERGING = "d2o"
+# Put around some others, as which it moves; the fake pool drops what it would keep in fewer bits.
+DEMOTING = "mikv"
 # They observe by a window of recent tokens.
 WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv", "prefill_decode")
 # They have one value of `prompts` each.
@@ -69,4 +71,9 @@ def drawn_eviction(
     if name not in PROMPTS and "memory" not in found and random.Random(str(found)).random() < 0.15:
         common = [field.name for field in dataclasses.fields(EvictionMethod) if field.name in found]
         return ("method", MERGING), *((key, found[key]) for key in common)
-    return tuple((found | own.get(name, {})).items())
+    found |= own.get(name, {})
+    if name in ("h2o", "knorm", "keydiff", "tova") and random.Random(str(found) + DEMOTING).random() < 0.3:
+        inside = {"method": name} | own.get(name, {})
+        found = {key: value for key, value in found.items() if key not in inside}
+        found |= {"method": DEMOTING, "of": tuple(inside.items()), "memory": "freed", "positions": "absolute"}
+    return tuple(found.items())

@@ -32,6 +32,8 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
         name = f"kv_eviction {type(method).__name__}"
         if method.hides:
             return f"{name} hides tokens (memory simulated), and the kernels read all"
+        if method.low_codec:
+            return f"{name} keeps tokens in {method.low_codec}, and the kernels read one codec"
         if method.observes and method.score_reduction != "sum":
             return f"{name} observes the largest weight of any query, and the kernels return sums"
         if method.custom_logits:
@@ -89,7 +91,8 @@ def _rotates_keys(needs: Requirements) -> bool:
 
 
 def _example_rope(needs: Requirements) -> tuple[Any, Any]:
-    return (jax.ShapeDtypeStruct((needs.block_size, needs.head_dim // 2), jnp.float32),) * 2
+    table = jax.ShapeDtypeStruct((needs.block_size, needs.head_dim // 2), jnp.float32)
+    return table, table
 
 
 def _example_pool(needs: Requirements) -> contract.Pool:

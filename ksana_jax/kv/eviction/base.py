@@ -142,6 +142,8 @@ class EvictionMethod:
     head_by_head: ClassVar[bool] = False
     # True if `merge` folds the tokens that go into those that stay; otherwise they are dropped.
     merges: ClassVar[bool] = False
+    # Codec of fewer bits in which tokens that go are kept, several to a slot; "" drops them. See `low_slots`.
+    low_codec: ClassVar[Any] = ""
     # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay: how many a
     # head keeps depends on data, so memory is simulated.
     per_head: ClassVar[bool] = False
@@ -161,7 +163,7 @@ class EvictionMethod:
             else None,
             checks.one_of(f"{name}: positions", self.positions, ("absolute", "cache")),
             checks.one_of(f"{name}: memory", self.memory, ("freed", "simulated")),
-            *(f"{name}: {problem}" for problem in self._problems_of_memory()),
+            *(f"{name}: {problem}" for problem in (*self._problems_of_memory(), *self._problems_of_low_codec())),
             error=ConfigError,
         )
 
@@ -178,6 +180,17 @@ class EvictionMethod:
         if hides and self.custom_logits:
             found.append('memory is "simulated", but its logits depend on a token\'s place in the cache')
         return found
+
+    def _problems_of_low_codec(self) -> list[str]:
+        reasons = {
+            "hides": 'memory "simulated" hides tokens',
+            "merges": "it merges tokens",
+            "per_head": "its heads keep different numbers of tokens",
+            "custom_logits": "its logits depend on a token's place in the cache",
+        }
+        found = [reason for name, reason in reasons.items() if getattr(self, name)]
+        found += ['positions "cache" give each slot one position'] * (self.positions == "cache")
+        return [f"{reason}, and tokens in {self.low_codec} share slots" for reason in found if self.low_codec]
 
     @property
     def hides(self) -> bool:
@@ -208,6 +221,17 @@ class EvictionMethod:
         Args:
           stays: [n, Lg, K, C] bool; False for unused slots too.
           xp: numpy or jax.numpy.
+        """
+        raise NotImplementedError
+
+    def low_slots(self, num_tokens: Array, num_kept: Array, num_stay: Array, per_slot: int, xp: Any) -> Array:
+        """Returns how many of the slots that rows keep hold tokens in `low_codec`: [n], as many for all heads.
+
+        They follow the sinks. At most num_kept - num_stay, and no more than hold num_tokens together with the others.
+
+        Args:
+          num_tokens: [n] tokens in the cache, also in `low_codec`. num_kept: [n] slots. num_stay: [n] sinks and recent
+            tokens. per_slot: tokens that a slot holds.
         """
         raise NotImplementedError
 
