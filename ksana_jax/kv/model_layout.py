@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core import refusals, shared_kv
-from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
 from ksana_jax.kv.codecs.registry import find_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
-from ksana_jax.kv.codecs.slots import SlotCodec
+from ksana_jax.kv.codecs.slots import check_slots
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import group_layers, residual_groups
@@ -86,19 +86,10 @@ def layout_of(
         leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
     leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
     if eviction.low_codec:
-        _check_low_codec(eviction, dtype, leaves[0], model.head_dim)
+        check_slots(f"kv_eviction {type(eviction).__name__}", eviction.low_codec, model.head_dim, *leaves[0][1:])
         leaves.append(Leaf(LOW, of_token, "uint8"))
     schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size)
     return KVLayout(groups, block_size, tuple(leaves), dtype, schedule, sources=sources)
-
-
-def _check_low_codec(eviction: EvictionMethod, dtype: str, kv: Leaf, head_dim: int) -> None:
-    codec = SlotCodec(find_codec(eviction.low_codec), head_dim, kv.shape[-1] * np.dtype(kv.dtype).itemsize)
-    if codec.per_slot < 2:
-        raise ConfigError(
-            f"kv_eviction {type(eviction).__name__}: a vector of {head_dim} numbers takes {codec.token_bytes} bytes in "
-            f"{eviction.low_codec}, and {codec.slot_bytes} in kv_cache_dtype {dtype}: it must be twice as many"
-        )
 
 
 def codec_name(dtype: str | Mapping[str, Any]) -> str:

@@ -84,8 +84,7 @@ class KVCache:
         return KVCache(leaves, self.codec)
 
     def enter(self, layer: int, slots: jax.Array, text_positions: jax.Array) -> KVCache:
-        """Initialises eviction data of tokens [T] at slots [T]: no attention received, text positions, not hidden, in
-        full precision."""
+        """Initialises eviction data of tokens [T] at slots [T]: no attention received, text positions, one per slot."""
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
         at = block_ids[:, None], layer, 0, jnp.arange(self.kv.shape[3]), offsets
         new = {SCORE: 0.0, TEXT_POSITION: text_positions[:, None], HIDDEN: False, LOW: 0}

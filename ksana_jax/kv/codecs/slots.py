@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.codecs.base import Codec
+from ksana_jax.kv.codecs.registry import find_codec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,3 +61,13 @@ class SlotCodec:
         used = tokens.reshape(*tokens.shape[:-2], -1, self.per_slot * self.token_bytes)
         padding = [(0, 0)] * (used.ndim - 1) + [(0, self.slot_bytes - used.shape[-1])]
         return xp.pad(used, padding).view(dtype)
+
+
+def check_slots(method: str, codec: str, head_dim: int, shape: tuple[int, ...], dtype: str) -> None:
+    """Raises ConfigError if vectors of the leaf "kv" [..., W] hold less than two tokens in a method's codec."""
+    found = SlotCodec(find_codec(codec), head_dim, shape[-1] * np.dtype(dtype).itemsize)
+    if found.per_slot < 2:
+        raise ConfigError(
+            f"{method}: {head_dim} numbers take {found.token_bytes} bytes in {codec}, more than half of the "
+            f"{found.slot_bytes} that they take in kv_cache_dtype"
+        )
