@@ -72,8 +72,15 @@ def drawn_eviction(
         common = [field.name for field in dataclasses.fields(EvictionMethod) if field.name in found]
         return ("method", MERGING), *((key, found[key]) for key in common)
     found |= own.get(name, {})
-    if name in ("h2o", "knorm", "keydiff", "tova") and random.Random(str(found) + DEMOTING).random() < 0.3:
-        inside = {"method": name} | own.get(name, {})
-        found = {key: value for key, value in found.items() if key not in inside}
-        found |= {"method": DEMOTING, "of": tuple(inside.items()), "memory": "freed", "positions": "absolute"}
+    return tuple(found.items())
+
+
+def demoting(setting: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+    """Returns some settings with their method inside of one that keeps tokens in fewer bits."""
+    found = dict(setting)
+    inside = {key: found[key] for key in ("method", "normalised") if key in found}
+    if found["method"] not in ("h2o", "knorm", "keydiff", "tova") or random.Random(str(setting)).random() < 0.3:
+        return setting
+    found = {key: value for key, value in found.items() if key not in inside}
+    found |= {"method": DEMOTING, "of": tuple(inside.items()), "memory": "freed", "positions": "absolute"}
     return tuple(found.items())

@@ -21,7 +21,7 @@ from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import STATE
-from tests.drawn_eviction import PROMPTS, drawn_eviction
+from tests.drawn_eviction import PROMPTS, demoting, drawn_eviction
 from tests.expected import LONGEST, PATTERNS, beams_by, visible_later
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
 from tests.fake_pool import StoringExecutor, digest, informed, mass, merged, queries, rounded, vectors
@@ -265,6 +265,10 @@ def written(storage: Storage, prompt: bytes, count: int, seed: int | None) -> tu
     return text[num_prompt:], np.concatenate(hidden)
 
 
+# Whose vectors take twice the bytes of int2's.
+WIDE = ("f32", "bf16", "f16")
+
+
 class StoringSimulation(SavingSessions):
     """A `Simulation` whose pool holds codes, or whose rows evict tokens, or both."""
 
@@ -277,6 +281,8 @@ class StoringSimulation(SavingSessions):
         if self.draws_eviction():
             self.pattern = rng.choice([name for name in sorted(PATTERNS) if FULL in PATTERNS[name]])
             self.storage = Storage(self.pattern, self.block_size, codec, eviction=self.draw_eviction())
+            if not exact and codec in WIDE:
+                self.storage = dataclasses.replace(self.storage, eviction=demoting(self.storage.eviction))
             self.disk = None
             self.settings |= {"shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
             # With prompts of so many tokens, the longest text just fits, and only alone.
