@@ -265,7 +265,7 @@ def written(storage: Storage, prompt: bytes, count: int, seed: int | None) -> tu
     return text[num_prompt:], np.concatenate(hidden)
 
 
-# Whose vectors take twice the bytes of int2's.
+# Whose vectors take twice the bytes of int4's.
 WIDE = ("f32", "bf16", "f16")
 
 

@@ -28,7 +28,7 @@ class MiKV(EvictionWrapper):
     """
 
     of: Any = dataclasses.field(default_factory=H2O)
-    codec: str = "int2"
+    codec: str = "int4"
     share: float = 0.5
 
     low_codec: ClassVar[Any] = property(lambda self: self.codec)
