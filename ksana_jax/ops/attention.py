@@ -250,7 +250,8 @@ def _attend_group(tiles: Tiles, source: Source, context: AttentionContext):
         return read_keys(tiles, tables, starts, source, context)
 
     def absorb(read, i, state):
-        return _absorb(state, q_SKRH, *read(i), tiles, source, context)
+        k, v, slot_pos, hidden = read(i)
+        return _absorb(state, q_SKRH, k, v, slot_pos, hidden, tiles, source, context)
 
     ends, most = tiles.slots_end(source.end), tiles.tables.shape[1] // piece
     if source.low is not None:
