@@ -34,6 +34,7 @@ class Spec:
     layer: the one of num_layers that is attended to; the others hold other data.
     codes: int4, int8 or float8_e4m3fn for a quantised pool, with scales; "" for one of `dtype`.
     sink_queries: J of q_sink; 0 for no sink query.
+    key_rope: keys are rotated when they are read.
     evict_every: every n-th block of a row is missing from its table, except the first and those with queries;
       0 for none.
     slack: entries of the table beyond the longest row.
@@ -53,6 +54,7 @@ class Spec:
     sink_queries: int = 0
     soft_cap: float | None = None
     sink_logits: bool = False
+    key_rope: bool = False
     return_lse: bool = False
     evict_every: int = 0
     slack: int = 2
@@ -63,7 +65,7 @@ class Spec:
         parts = [f"q{self.q_tile}", f"n{self.num_heads}", f"k{self.num_kv_heads}", f"h{self.head_dim}"]
         parts += [f"b{self.block_size}", self.dtype] + [self.codes] * bool(self.codes)
         parts += [f"{k}={v}" for k, v in self.pattern._asdict().items() if v != getattr(FULL, k)]
-        for name in ("sink_queries", "soft_cap", "sink_logits", "return_lse", "evict_every"):
+        for name in ("sink_queries", "soft_cap", "sink_logits", "key_rope", "return_lse", "evict_every"):
             if value := getattr(self, name):
                 parts.append(name if value is True else f"{name}={value:g}")
         rows = [f"{length}/{queries}" for length, queries in self.rows]
@@ -133,6 +135,8 @@ def make(spec: Spec) -> Call:
     kv, scales = _pool(rng, spec, readable)
     q_sink = normal(*positions.shape, spec.sink_queries, *query, scale=scale) if spec.sink_queries else None
     sinks = rng.standard_normal(spec.num_heads, np.float32) if spec.sink_logits else None
+    angles = np.arange(tables.shape[1] * spec.block_size)[:, None] * 0.9 ** np.arange(spec.head_dim // 2)
+    key_rope = (np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32)) if spec.key_rope else None
     call = Call(
         q,
         Pool(kv, scales if spec.codes else None),
@@ -141,7 +145,7 @@ def make(spec: Spec) -> Call:
         positions,
         layer=spec.layer,
         pattern=spec.pattern,
-        options=Options(q_sink, sinks, soft_cap=spec.soft_cap, return_lse=spec.return_lse),
+        options=Options(q_sink, sinks, key_rope=key_rope, soft_cap=spec.soft_cap, return_lse=spec.return_lse),
     )
     # Numbers of the pattern and the layer stay Python's.
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
@@ -259,6 +263,12 @@ SMALL = (
         dict(q_tile=16, pattern=SINKS_IN_CACHE, sink_queries=1, soft_cap=20.0, return_lse=True),
         dict(pattern=SINKS_AT_CEILING, sink_queries=6, head_dim=128, block_size=32),
     ),
+)
+
+# Keys that are stored unrotated.
+ROTATED = (
+    Spec(rows=RAGGED, key_rope=True, soft_cap=20.0, return_lse=True, seed=50),
+    Spec(rows=CHUNKED, key_rope=True, q_tile=8, num_heads=6, head_dim=96, block_size=32, seed=51),
 )
 
 _K = 1024

@@ -77,6 +77,8 @@ class Options:
       [:, :, min(j, J - 1)] of these instead of q. Without them no sink is repositioned. Where `pattern.sink_position`
       is 1, all J are the same.
     sinks: [N] float32 learned sink logits: one per head that joins the softmax's denominator and has no value.
+    key_rope: cosines and sines [C, H / 2] float32, by which keys, which are stored unrotated, are rotated when they are
+      read: the key at position j by row j, in float32, then rounded to q's dtype; i pairs with i + H / 2.
     soft_cap: scores become cap * tanh(score / cap).
     return_lse, return_mass: also give `Result.lse`, `Result.mass`.
     mass_factor: [S, Q] float32, not negative, by which the weights of each query are multiplied in the mass, so that 0
@@ -87,6 +89,7 @@ class Options:
     q_sink: Array | None = None
     sinks: Array | None = None
     mass_factor: Array | None = None
+    key_rope: tuple[Array, Array] | None = None
     soft_cap: float | None = dataclasses.field(default=None, metadata=STATIC)
     return_lse: bool = dataclasses.field(default=False, metadata=STATIC)
     return_mass: bool = dataclasses.field(default=False, metadata=STATIC)

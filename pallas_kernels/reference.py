@@ -109,7 +109,16 @@ def _gather(call: Call, tile):
     slots = blocks.transpose(1, 0, 3, 2, 4).reshape(2, kv_pos.shape[0], pool.kv.shape[3], pool.kv.shape[5])
     # A weight of 0 does not silence a NaN in a slot that was never written.
     k, v = jnp.where(seen.any(axis=0)[:, None, None], slots, 0.0)
+    if call.options.key_rope is not None:
+        k = _rotated(k, call.options.key_rope, kv_pos).astype(call.q.dtype).astype(jnp.float32)
     return v, seen, _scores(q, q_sink, k, position, kv_pos, pattern, call.options.soft_cap)
+
+
+def _rotated(k, rope, kv_pos):
+    """Rotates keys [T, K, H] by the rows of tables [C, H / 2] for their positions [T]."""
+    cos, sin = (table.at[kv_pos].get(mode="clip")[:, None] for table in rope)
+    a, b = jnp.split(k, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def _scores(q, q_sink, k, position, kv_pos, pattern: Pattern, soft_cap):

@@ -15,9 +15,11 @@ from tests.fake_network import HEAD_DIM
 from tests.statistics_files import setting_of
 
 # An oracle serves one text, that it has seen before.
-METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
+METHODS = sorted(EVICTION_METHODS.keys() - {"oracle", "mikv"})
 # Drawn by a generator of its own in place of some others, so that their draws stay as they were without it.
 MERGING, MEASURING = "d2o", "cake"
+# Put around some others, as which it moves; the fake pool drops what it would keep in fewer bits.
+DEMOTING = "mikv"
 # They observe by a window of recent tokens.
 WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv", "prefill_decode")
 # They have one value of `prompts` each.
@@ -84,3 +86,14 @@ def measured(found: dict[str, Any], block_size: int) -> dict[str, Any]:
     budget, least = found["budget"], found["sinks"] + (interval or block_size)
     needed = {"interval": interval, "prompts": "once", "layers": "uniform", "beta": 20}
     return needed | {"budget": max(budget, least) if isinstance(budget, int) else budget}
+
+
+def demoting(setting: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+    """Returns some settings with their method inside of one that keeps tokens in fewer bits."""
+    found = dict(setting)
+    inside = {key: found[key] for key in ("method", "normalised") if key in found}
+    if found["method"] not in ("h2o", "knorm", "keydiff", "tova") or random.Random(str(setting)).random() < 0.3:
+        return setting
+    found = {key: value for key, value in found.items() if key not in inside}
+    found |= {"method": DEMOTING, "of": tuple(inside.items()), "memory": "freed", "positions": "absolute"}
+    return tuple(found.items())

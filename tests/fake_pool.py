@@ -14,7 +14,7 @@ import numpy as np
 
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
-from ksana_jax.kv.layout import EXACT, HIDDEN, OF_TOKENS, SCORE, STATE, TEXT_POSITION
+from ksana_jax.kv.layout import EXACT, HIDDEN, LOW, OF_TOKENS, SCORE, STATE, TEXT_POSITION
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.scheduler.step.types import StepArrays, StepInput
 from tests.fake_network import HEAD_DIM, mix
@@ -141,7 +141,7 @@ class StoringExecutor(FakeExecutor):
         block, offset = np.divmod(a.slots[group][real], self.block_size)
         self._encode(at, vectors(hidden[real]), block, offset)
         if self._evicts(group):
-            for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real]), (HIDDEN, False)):
+            for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real]), (HIDDEN, False), (LOW, 0)):
                 if name in self.leaves:
                     self.leaves[name][block, at, :, 0, offset] = np.reshape(new, (-1, 1))
             if STATE in self.leaves:

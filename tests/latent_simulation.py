@@ -15,7 +15,8 @@ class LatentSimulation(StoringSimulation):
 
     def draw_storage(self) -> None:
         super().draw_storage()
-        if self.storage.method is None or not self.storage.method.reads_outputs:
+        method = self.storage.method
+        if method is None or not (method.reads_outputs or method.low_codec):
             self.storage = dataclasses.replace(self.storage, latent=LatentSpec(HEAD_DIM - 2, 2, 4, 4))
 
 

@@ -18,7 +18,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.eviction.base import Cached
 from ksana_jax.kv.layout import SCORE, STATE
 from tests.counted_evictions import Counted, Storage, counted, divided, plain
-from tests.drawn_eviction import PROMPTS, drawn_eviction
+from tests.drawn_eviction import PROMPTS, demoting, drawn_eviction
 from tests.expected import LONGEST, PATTERNS, beams_by, visible_later
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
 from tests.fake_pool import StoringExecutor, digest, informed, merged, paid, queries, rounded, vectors
@@ -208,6 +208,10 @@ def written(storage: Storage, prompt: bytes, count: int, seed: int | None) -> tu
     return text[num_prompt:], np.concatenate(hidden)
 
 
+# Whose vectors take twice the bytes of int4's.
+WIDE = ("f32", "bf16", "f16")
+
+
 class StoringSimulation(SavingSessions):
     """A `Simulation` whose pool holds codes, or whose rows evict tokens, or both."""
 
@@ -220,6 +224,8 @@ class StoringSimulation(SavingSessions):
         if self.draws_eviction():
             self.pattern = rng.choice([name for name in sorted(PATTERNS) if FULL in PATTERNS[name]])
             self.storage = Storage(self.pattern, self.block_size, codec, eviction=self.draw_eviction())
+            if not exact and codec in WIDE:
+                self.storage = dataclasses.replace(self.storage, eviction=demoting(self.storage.eviction))
             self.disk = None
             self.settings |= {"shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
             # With prompts of so many tokens, the longest text just fits, and only alone.

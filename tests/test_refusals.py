@@ -22,6 +22,7 @@ SOME = {
     refusals.ADDS_UP_ATTENTION: {"kv_eviction": {"method": "h2o", "budget": 20}},
     "enable_prefix_caching": {"enable_prefix_caching": True},
     "shared_prefix_attention": {"shared_prefix_attention": True},
+    refusals.FEWER_BITS: {"kv_eviction": {"method": "mikv", "of": {"method": "knorm"}}, "kv_cache_dtype": "f32"},
     refusals.WHOLE_BLOCKS: {"kv_cache_dtype": "kivi4"},
     "kv_full_precision_layers": {"kv_full_precision_layers": [0]},
     refusals.ABSOLUTE: {"kv_eviction": {"method": "knorm", "budget": 20}},

@@ -40,6 +40,7 @@ SETTINGS = (
 # Names of properties that several settings, or only some values of one, share.
 ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
 COMPARES_HEADS = "kv_eviction that compares heads"
+FEWER_BITS = "kv_eviction that keeps tokens in fewer bits"
 WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
 NOT_NATIVE = "kv_cache_dtype other than f32, bf16, f16 and int8"
 UNEVEN = "groups of layers in which they are not equally many"
@@ -82,7 +83,9 @@ REFUSALS = (
     Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(HEADS_APART, "kv_full_precision_layers", "blocks hold single heads"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
+    Refusal(FEWER_BITS, "kv_full_precision_layers", "a slot holds more of their tokens than of other layers'"),
     Refusal(LATENTS, WHOLE_BLOCKS, "it encodes keys and values apart, and latents are both"),
+    Refusal(LATENTS, FEWER_BITS, "it encodes keys and values apart, and latents are both"),
     Refusal("kv_cache_dtype latent8", NO_LATENTS, "it encodes latents apart from their rotated numbers"),
     Refusal(LATENTS, READS_OUTPUTS, "that matrix multiplies values, which heads compute from latents"),
     Refusal(SHARED_KV, OTHER_PATTERN, "a block keeps the tokens to which the layer that writes it attends"),

@@ -75,6 +75,8 @@ def activations(
         raise ValueError(f"activations are read from blocks of single rows on one device, not with {', '.join(found)}")
     if params.num_sequences > 1:
         raise ValueError("activations are those of one sequence: n must be 1, and beam_width 0 or 1")
+    if eviction is not None and eviction.method.low_codec:
+        raise ValueError("activations need one token in each slot; kv_eviction keeps several in fewer bits")
     if eviction is not None and not eviction.method.hides and TEXT_POSITION not in runner.cache.leaves:
         raise ValueError("activations under kv_eviction need an engine with kept_tokens: it stores positions")
     layers, num_heads = _chosen("layers", layers, model.num_layers), model.layers[0].attention.num_heads

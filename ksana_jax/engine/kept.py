@@ -23,6 +23,9 @@ class KeptTokens:
     def __init__(self, engine: Engine):
         if not isinstance(engine.executor, Runner):
             raise ConfigError("kept_tokens needs an engine that computes a model; this one does not")
+        eviction = engine.scheduler.layout.eviction
+        if eviction is not None and eviction.method.low_codec:
+            raise ConfigError("kept_tokens needs one token in each slot; kv_eviction keeps several in fewer bits")
         self._engine, self._runner = engine, engine.executor
         selects = engine.scheduler.layout.selects_in
         self._recorder = step_recorder(engine.executor, [layer for layer, method in enumerate(selects) if method])

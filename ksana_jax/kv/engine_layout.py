@@ -59,7 +59,9 @@ def _with_exact_layers(layout: KVLayout, layers: Sequence[int], kv: Leaf) -> KVL
       ConfigError: a layer does not exist or stores nothing, all are in full precision, or groups differ in number.
     """
     sealed = layout.sealed is not None and f"kv_cache_dtype {layout.codec}"
-    refusals.check({refusals.WHOLE_BLOCKS: sealed, "kv_full_precision_layers": True})
+    method = layout.eviction and layout.eviction.method
+    few_bits = method is not None and bool(method.low_codec) and f"kv_eviction {type(method).__name__}"
+    refusals.check({refusals.WHOLE_BLOCKS: sealed, refusals.FEWER_BITS: few_bits, "kv_full_precision_layers": True})
     last, sources = len(layout.places) - 1, layout.sources
     if max(layers) > last:
         raise ConfigError(f"kv_full_precision_layers has {max(layers)}, the model has layers 0 to {last}")

@@ -30,7 +30,7 @@ BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 # Name of the leaf with keys and values of layers in full precision, see `engine_layout`.
 EXACT = "exact"
 # Leaves that methods add: [Lg, 1, K, B] of `kv.eviction.base`, and [Lg, 1, K, *shape] of it and of `kv.selection.base`.
-OF_TOKENS = SCORE, TEXT_POSITION, HIDDEN = "score", "text_position", "hidden"
+OF_TOKENS = SCORE, TEXT_POSITION, HIDDEN, LOW = "score", "text_position", "hidden", "low"
 STATE, SUMMARY = "state", "summary"
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2

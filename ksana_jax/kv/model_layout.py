@@ -14,10 +14,11 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
 from ksana_jax.kv.codecs.registry import LATENT_CODECS, find_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
+from ksana_jax.kv.codecs.slots import check_slots
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import group_layers, residual_groups
-from ksana_jax.kv.layout import BITS, HIDDEN, SCORE, STATE, SUMMARY, TEXT_POSITION, KVLayout, Leaf, SealedBlocks
+from ksana_jax.kv.layout import BITS, HIDDEN, LOW, SCORE, STATE, SUMMARY, TEXT_POSITION, KVLayout, Leaf, SealedBlocks
 from ksana_jax.kv.selection.base import SelectionMethod, selecting_layers
 
 
@@ -57,6 +58,8 @@ def layout_of(
     used |= {refusals.LATENTS: model.latent is not None}
     if eviction is not None and eviction.reads_outputs:
         refusals.check(used | {refusals.READS_OUTPUTS: f"kv_eviction {type(eviction).__name__}"})
+    if eviction is not None and eviction.low_codec:
+        refusals.check(used | {refusals.FEWER_BITS: f"kv_eviction {type(eviction).__name__}"})
     if (sealing := find_sealing(dtype)) is not None:
         name = f"kv_cache_dtype {codec_name(dtype)}"
         refusals.check(used | {refusals.WHOLE_BLOCKS: name})
@@ -89,6 +92,9 @@ def layout_of(
     if (state := eviction.state_shape(num_queries, model.head_dim)) is not None:
         leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
     leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
+    if eviction.low_codec:
+        check_slots(f"kv_eviction {type(eviction).__name__}", eviction.low_codec, model.head_dim, *leaves[0][1:])
+        leaves.append(Leaf(LOW, of_token, "uint8"))
     schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size, heads_apart)
     return KVLayout(groups, block_size, tuple(leaves), dtype, schedule, sources=sources)
 

@@ -53,8 +53,9 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     """
     batch, shape = context.batch, context.shape
     q, q_sink = queries
-    if q_sink is None and (context.observer is None or not context.observer.unrotated_keys):
-        cache = as_stored(cache)  # no key is rotated by its position when it is read
+    observer = context.observer
+    if q_sink is None and (observer is None or not (observer.unrotated_keys or observer.method.low_codec)):
+        cache = as_stored(cache)  # no key is rotated by its position when it is read, or in another codec
     transformed = cache.transformed if isinstance(cache, TransformedCache) else None
     if transformed is not None:
         q = transformed.transform(q, jnp)
@@ -248,14 +249,18 @@ def _attend_group(tiles: Tiles, source: Source, context: AttentionContext):
         )
         return read_keys(tiles, tables, starts, source, context)
 
+    def absorb(read, i, state):
+        k, v, slot_pos, hidden = read(i)
+        return _absorb(state, q_SKRH, k, v, slot_pos, hidden, tiles, source, context)
+
+    ends, most = tiles.slots_end(source.end), tiles.tables.shape[1] // piece
+    if source.low is not None:
+        num_low, read_low = source.low.pieces(tiles.tables, tiles.starts, ends, size, piece)
+        state = context.features.loop(num_low, most, functools.partial(absorb, read_low), state)
     # Blocks after those that a tile reads come last.
-    ends = tiles.slots_end(source.end)[:, None]
-    num_pieces = -(-jnp.max(jnp.sum(tiles.starts < ends, axis=1)) // piece)
-    most = tiles.tables.shape[1] // piece
+    num_pieces = -(-jnp.max(jnp.sum(tiles.starts < ends[:, None], axis=1)) // piece)
     # Later pieces have no visible key, and leave the softmax as it is.
-    state = context.features.loop(
-        num_pieces, most, lambda i, state: _absorb(state, q_SKRH, *read(i), tiles, source, context), state
-    )
+    state = context.features.loop(num_pieces, most, functools.partial(absorb, read), state)
     mass = None
     if observer is not None and observer.observes:
 
@@ -353,7 +358,10 @@ def _absorb(
     k_SKCH, v_SKCH = (x.astype(_wide_enough(x.dtype, q_SKRH.dtype)) for x in (k_SKCH, v_SKCH))
     # Slots beyond a tile's newest token may hold another row's values; a weight of 0 does not silence a NaN there.
     end_S = tiles.slots_end(source.end)
-    v_SKCH = jnp.where((slot_pos_SC < end_S[:, None])[:, None, :, None], v_SKCH, 0)
+    read_SKC = (slot_pos_SC < end_S[:, None])[:, None]
+    if source.low is not None and hidden_SKC is not None:
+        read_SKC &= ~hidden_SKC  # bits of other codecs are any numbers
+    v_SKCH = jnp.where(read_SKC[..., None], v_SKCH, 0)
     top, total, out = state
     scores = masked_scores(q_SKRH, k_SKCH, slot_pos_SC, hidden_SKC, tiles, source, context, sinks)
     new_top = jnp.maximum(top, scores.max(axis=-1))

@@ -30,10 +30,10 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
         return "scores have biases by distance (ALiBi), which the kernels do not add"
     if (method := needs.eviction) is not None:
         name = f"kv_eviction {type(method).__name__}"
-        if method.positions == "cache":
-            return f"{name} stores keys unrotated, and the kernels read rotated ones"
         if method.hides:
             return f"{name} hides tokens (memory simulated), and the kernels read all"
+        if method.low_codec:
+            return f"{name} keeps tokens in {method.low_codec}, and the kernels read one codec"
         if method.observes and method.score_reduction != "sum":
             return f"{name} observes the largest weight of any query, and the kernels return sums"
         if method.observes and method.num_scores(1) > 1:
@@ -41,8 +41,12 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
         if method.custom_logits:
             return f"{name} observes other weights than those of the attention, which the kernels return"
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
-        if reason := kernel.unsupported(_example(needs, tile)):
-            return reason
+        example = _example(needs, tile)
+        # Layers that evict have no sinks in other places.
+        rotating = (example.replace(q_sink=None, key_rope=_example_rope(needs)),) if _rotates_keys(needs) else ()
+        for call in (example, *rotating):
+            if reason := kernel.unsupported(call):
+                return reason
     return None if kernels.kv_write is None else kernels.kv_write.unsupported(_example_write(needs))
 
 
@@ -82,6 +86,15 @@ def _example_write(needs: Requirements) -> contract.Write:
     q, k = (array((2, n, needs.head_dim), dtype) for n in (needs.num_heads, needs.num_kv_heads))
     half = array((2, needs.head_dim // 2), jnp.float32)
     return contract.Write(q, k, k, _example_pool(needs), array((2,), jnp.int32), (half, half))
+
+
+def _rotates_keys(needs: Requirements) -> bool:
+    return needs.eviction is not None and needs.eviction.positions == "cache"
+
+
+def _example_rope(needs: Requirements) -> tuple[Any, Any]:
+    table = jax.ShapeDtypeStruct((needs.block_size, needs.head_dim // 2), jnp.float32)
+    return table, table
 
 
 def _example_pool(needs: Requirements) -> contract.Pool:

@@ -69,12 +69,11 @@ class Kernels(NamedTuple):
         if context.num_repositioned_sinks:
             sinks = jnp.arange(context.num_repositioned_sinks)
             sink_angles = rope.angles(sink_query_position(context.pattern, context.batch.positions[:, None], sinks))
-        if self.kv_write is None or k is None:
+        if self.kv_write is None or k is None or (context.observer is not None and context.observer.unrotated_keys):
             queries, cache = write(q, k, v, cache, context._replace(num_repositioned_sinks=0), angles, scale)
             if sink_angles is not None:
-                again = jnp.broadcast_to(
-                    (q * scale)[:, None], (q.shape[0], context.num_repositioned_sinks, *q.shape[1:])
-                )
+                shape = (q.shape[0], context.num_repositioned_sinks, *q.shape[1:])
+                again = jnp.broadcast_to((q * scale)[:, None], shape)
                 queries = queries._replace(q_sink=rope.rotate(again, sink_angles))
             return queries, cache
 
@@ -162,19 +161,20 @@ def calls(batch: StepArrays, shape: StepShape) -> list[Call]:
 
 def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache, q, q_sink) -> contract.Call:
     """Converts a call to the kernels' contract. Shared blocks have neither repositioned nor learned sinks."""
-    merges = context.shape.shared_rows > 0
-    method = None if context.observer is None else context.observer.method
-    numbers = context.batch.query_numbers
+    merges, observer, numbers = context.shape.shared_rows > 0, context.observer, context.batch.query_numbers
+    method = None if observer is None else observer.method
+    tables, starts, positions = call.arrays
+    key_rope = None if observer is None else observer.key_rope(context.rope, tables.shape[1] * cache.block_size)
     options = contract.Options(
-        q_sink=None if call.shared else q_sink,
+        q_sink=None if call.shared or key_rope else q_sink,  # where keys are unrotated, no pattern has sinks
         sinks=None if call.shared else context.sink_logits,
         soft_cap=context.soft_cap,
         return_lse=merges,
-        return_mass=context.observer is not None and context.observer.observes,
+        return_mass=observer is not None and observer.observes,
         mass_factor=None if method is None or numbers is None else method.query_factor(call.take(numbers, 0)),
+        key_rope=key_rope,
         out_dtype=jnp.float32 if merges else q.dtype,
     )
-    tables, starts, positions = call.arrays
     return contract.Call(q, pool_of(cache), tables, starts, positions, jnp.int32(context.layer), pattern, options)
 
 

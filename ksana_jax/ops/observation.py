@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ksana_jax.devices.features import Features
 from ksana_jax.kv.eviction.base import EvictionMethod, Observation
+from ksana_jax.models.rope import Rope
 
 
 class AttentionObserver(NamedTuple):
@@ -34,6 +35,13 @@ class AttentionObserver(NamedTuple):
     def unrotated_keys(self) -> bool:
         """True if keys are stored before the rotation, and rotated by their index in the cache when they are read."""
         return self.method.positions == "cache"
+
+    def key_rope(self, rope: Rope, num_slots: int) -> tuple[jax.Array, jax.Array] | None:
+        """Returns cosines and sines [C, H/2], with the rope's scale, for unrotated keys in C slots; or None."""
+        if not self.unrotated_keys:
+            return None
+        cos, sin = rope.angles(jnp.arange(num_slots))
+        return cos * rope.scale, sin * rope.scale
 
 
 class ObservedQueries(NamedTuple):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.kv.layout import EXACT, HIDDEN, SCORE, SUMMARY, TEXT_POSITION
+from ksana_jax.kv.layout import EXACT, HIDDEN, LOW, SCORE, SUMMARY, TEXT_POSITION
 
 
 @flax.struct.dataclass
@@ -84,10 +84,10 @@ class KVCache:
         return KVCache(leaves, self.codec)
 
     def enter(self, layer: int, slots: jax.Array, text_positions: jax.Array) -> KVCache:
-        """Initialises eviction data of tokens [T] at slots [T]: no attention received, text positions, not hidden."""
+        """Initialises eviction data of tokens [T] at slots [T]: no attention received, text positions, one per slot."""
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
         at = block_ids[:, None], layer, 0, jnp.arange(self.kv.shape[3]), offsets
-        new = {SCORE: 0.0, TEXT_POSITION: text_positions[:, None], HIDDEN: False}
+        new = {SCORE: 0.0, TEXT_POSITION: text_positions[:, None], HIDDEN: False, LOW: 0}
         leaves = {name: leaf.at[at].set(new[name], mode="drop") for name, leaf in self.leaves.items() if name in new}
         return KVCache(self.leaves | leaves, self.codec)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ksana_jax.kv.layout import HIDDEN
 from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.low_slots import LowSlots
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sealed_pool import SealedCache
 
@@ -33,6 +34,7 @@ class Source(NamedTuple):
     end: position of each tile's newest token [S] -> the positions from which on none of its queries reads.
     has: (positions of queries, positions of keys) -> whether it has the keys for the queries; None where it has all.
     hidden: blocks [..., P] -> whether slots [..., K, P*B] hold tokens that no query sees; None if there are none.
+    low: slots that hold several tokens in few bits, which are hidden too; None if there are none.
     """
 
     num_kv_heads: int
@@ -44,6 +46,7 @@ class Source(NamedTuple):
     end: Callable[[jax.Array], jax.Array]
     has: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     hidden: Callable[[jax.Array], jax.Array] | None = None
+    low: LowSlots | None = None
 
 
 def sources(cache: KVCache, context: AttentionContext) -> tuple[Source, ...]:
@@ -57,6 +60,9 @@ def sources(cache: KVCache, context: AttentionContext) -> tuple[Source, ...]:
     if not isinstance(cache, SealedCache):
         unrotated = observer is not None and observer.unrotated_keys
         source = Source(heads, cache.block_size, lambda ids: cache.read(context.layer, ids), *tables, unrotated, after)
+        if observer is not None and observer.method.low_codec:
+            low = LowSlots.of(cache, context.layer, observer.method, 2 * context.rope.inv_freq.shape[-1])
+            return (source._replace(hidden=lambda ids: low.counts(ids) > 0, low=low),)
         hides = observer is not None and observer.method.hides
         return (source._replace(hidden=lambda ids: _hidden(cache, context.layer, ids)) if hides else source,)
     size, sealing = cache.size, cache.blocks.sealing

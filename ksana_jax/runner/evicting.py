@@ -20,6 +20,7 @@ from ksana_jax.models.params import Params
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache, stored
 from ksana_jax.runner.compiling import compiled, lower
+from ksana_jax.runner.demoting import Split, demoted
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.statistics_eviction import facts_of, measure, with_state
 from ksana_jax.sharding.placement import Placement
@@ -187,6 +188,8 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
     tables, rows = asked.tables, _rows(cache, asked)
     if method.hides:
         num_slots, new = asked.length, rows | {HIDDEN: _hidden(cache, rows, asked, method)}
+    elif method.low_codec:
+        num_slots, new = asked.num_kept, _demoted(cache, rows, asked, method)
     else:
         num_slots, cached = asked.num_kept, _cached(cache, rows, asked)
         order = _order(cached, asked, method)
@@ -250,6 +253,19 @@ def _merged(
         of_layers = jnp.expand_dims(of_layers, (2, *range(5, rows[name].ndim)))
         found[name] = jnp.where(of_layers, jnp.stack([keys[name], values[name]], axis=2), rows[name])
     return found
+
+
+def _demoted(
+    cache: KVCache, rows: dict[str, jax.Array], asked: Evictions, method: EvictionMethod
+) -> dict[str, jax.Array]:
+    """Returns rows after an eviction that keeps other tokens in fewer bits."""
+    head_dim = jax.eval_shape(lambda: _cached(cache, rows, asked).keys).shape[-1]
+    split = Split.of(rows, asked, method, head_dim)
+    high = _moved(cache, rows, split.high_first)
+    cached = _cached(cache, high, split.asked)
+    order = _order(cached, split.asked, method)
+    move = functools.partial(_moved, cache, high)
+    return demoted(rows, split, cached, order, _sources(order, split.asked), move, method)
 
 
 def _hidden(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions, method: EvictionMethod) -> jax.Array:

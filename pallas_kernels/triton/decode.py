@@ -28,7 +28,7 @@ def attend(call: Call, work: None = None, *, tuning: parts.Tuning) -> Result:
 
     Raises:
       NotImplementedError: these kernels do not support the dtype, head dim, block size or an option, or more than 64
-        query heads share a kv head (32 with q_sink, 16 if the head dim is 256, too).
+        query heads share a kv head (32 with q_sink or key_rope, 16 with q_sink if the head dim is 256).
     """
     whole, call = call, parts.narrow(call, max_rows=64)
     shape = parts.shape_of(call)

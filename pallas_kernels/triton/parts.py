@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import warnings
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ class Shape(NamedTuple):
     block_size: int
     sink_queries: int
     soft_cap: float | None
+    rotates: bool = False
 
     @property
     def rows(self) -> int:
@@ -62,6 +64,12 @@ class Shape(NamedTuple):
     @property
     def columns(self) -> int:
         return pl.next_power_of_2(self.head_dim)
+
+    @property
+    def key_parts(self) -> tuple[tuple[int, int], ...]:
+        """First column and width of the parts of a key: its halves if they are rotated, else all of it."""
+        half = self.head_dim // 2
+        return ((0, half), (half, half)) if self.rotates else ((0, self.head_dim),)
 
     @property
     def size(self) -> int:
@@ -75,7 +83,7 @@ def narrow(call: Call, max_rows: int) -> Call:
     Raises:
       NotImplementedError: an option, dtype, head dim, block size or group that these kernels do not support.
     """
-    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "out_dtype")
+    check_options(call, "q_sink", "sinks", "soft_cap", "return_lse", "out_dtype", "key_rope")
     q, q_sink, pool = call.q, call.options.q_sink, call.pool.kv
     num_tiles, q_tile, _, head_dim = q.shape
     if q.dtype != pool.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -83,10 +91,14 @@ def narrow(call: Call, max_rows: int) -> Call:
     if head_dim not in (64, 96, 128, 256):
         raise NotImplementedError(f"head_dim {head_dim}; these kernels take 64, 96, 128 or 256")
     unit_tokens(pool.shape[4])
+    if q_sink is not None and call.options.key_rope is not None:
+        raise NotImplementedError("key_rope with q_sink; these kernels take one of them")
     if q_sink is not None:
         max_rows = 16 if head_dim > 128 else 32
     elif head_dim > 128:
         max_rows = min(max_rows, 64)
+    if call.options.key_rope is not None:
+        max_rows = min(max_rows, 32)
     if call.group > max_rows:
         raise NotImplementedError(f"{call.group} query heads share a kv head; these kernels take {max_rows} at most")
     narrow_q = max(n for n in range(1, q_tile + 1) if q_tile % n == 0 and n * call.group <= max_rows)
@@ -102,7 +114,9 @@ def shape_of(call: Call) -> Shape:
     """The shape that the kernels are compiled for."""
     num_kv_heads, block_size, head_dim = call.pool.kv.shape[3:]
     q_tile = call.q.shape[1]
-    return Shape(q_tile, call.group, num_kv_heads, head_dim, block_size, call.num_sink_queries, call.options.soft_cap)
+    rotates = call.options.key_rope is not None
+    sizes = q_tile, call.group, num_kv_heads, head_dim, block_size, call.num_sink_queries
+    return Shape(*sizes, call.options.soft_cap, rotates)
 
 
 def schedule(call: Call, num_workers: int) -> work.Work:
@@ -124,7 +138,7 @@ class Inputs(NamedTuple):
     """Inputs of `attend`: arrays, or inside a kernel references to them.
 
     pool: a view [rows, H]. num_repositioned: [S] pieces with repositioned sinks. numbers: of the pattern, then the
-    layer. q_sink: a placeholder if no sinks are repositioned. Others as in Call and Work.
+    layer. q_sink, rope: placeholders if no sinks are repositioned, or no keys rotated. Others as in Call and Work.
     """
 
     q: Any
@@ -137,6 +151,7 @@ class Inputs(NamedTuple):
     newest: Any
     num_repositioned: Any
     numbers: Any
+    rope: Any
 
     @classmethod
     def of(cls, call: Call, work: work.Work) -> Inputs:
@@ -155,6 +170,7 @@ class Inputs(NamedTuple):
             work.newest,
             num_repositioned,
             numbers,
+            call.options.key_rope or (jnp.zeros((1, 1)),) * 2,
         )
 
 
@@ -184,10 +200,10 @@ def parameters(name: str, shape: Shape, tuning: Tuning) -> dict:
     if num_warps is None:
         # Each of these makes a program need more registers; two of them are too much for 4 warps.
         sinks = shape.sink_queries > 1 or (shape.sink_queries > 0 and shape.columns > 64)
-        needs = (shape.rows > 16) + (shape.rows > 64) + (shape.columns > 128) + sinks
+        needs = (shape.rows > 16) + (shape.rows > 64) + (shape.columns > 128) + sinks + shape.rotates
         num_warps = 8 if needs >= 2 else 4
     if num_stages is None:
-        num_stages = 3 if shape.columns <= 128 else 2
+        num_stages = 3 if shape.columns <= 128 and not shape.rotates else 2
     if not tuning.interpret:
         # jax says it once per kernel when it is lowered, which is after we have returned.
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -203,10 +219,9 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     """
     *numbers, layer = (refs.numbers[i] for i in range(NUM_NUMBERS))
     pattern = Pattern(*numbers)
-    q_row, q_column, q_head, q_mask = matrix_places(shape, head)
-    q = plt.load(refs.q.at[tile, q_row // shape.group, q_head, q_column], mask=q_mask, other=0.0)
+    q = tuple(_queries(refs.q, tile, head, first, width, shape) for first, width in shape.key_parts)
     q_pos = _positions(refs.positions, tile, shape)
-    load_piece = _piece_loader(refs.pool, shape, layer, head, refs.newest[tile])
+    load_piece = _piece_loader(refs, shape, layer, head, refs.newest[tile])
     places = functools.partial(_places, refs, shape, tile)
 
     def body(i, carry, with_sinks=False):
@@ -216,12 +231,12 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
         # not `num_stages` pieces ahead but half as many.
         following = places(piece + 1)
         k, v = load_piece(row, kv_pos)
-        scores = _dot_t(q, k)
+        scores = functools.reduce(operator.add, map(_dot_t, q, k))
         care = refs.care[tile, piece]
         kv_pos = _along(kv_pos, 1, shape.rows)
         if with_sinks:
             here = pattern.repositioned(_along(q_pos, 0, TILE_KV), kv_pos)
-            scores = _with_sinks(refs, shape, tile, head, here, kv_pos, k, scores)
+            scores = _with_sinks(refs, shape, tile, head, here, kv_pos, k[0], scores)
         scores = _capped(scores, shape.soft_cap)
 
         def masked(scores):
@@ -244,24 +259,39 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     return lax.fori_loop(begin, num_pieces, body, carry)[:3]
 
 
-def _piece_loader(pool, shape: Shape, layer, head, newest):
-    """Function of the rows of a piece's keys and their text positions that loads its keys and values [64, columns];
-    zeros for positions after the newest query."""
-    column = _along(jnp.arange(shape.columns, dtype=jnp.int32), 1, TILE_KV)
+def _queries(q_ref, tile, head, first: int, width: int, shape: Shape):
+    """Loads columns first .. first + width of a tile's queries, [rows, a power of two]."""
+    row, column, q_head, mask = matrix_places(shape, head, width)
+    return plt.load(q_ref.at[tile, row // shape.group, q_head, first + column], mask=mask, other=0.0)
+
+
+def _piece_loader(refs: Inputs, shape: Shape, layer, head, newest):
+    """Function of the rows of a piece's keys and their text positions that loads its keys, by `Shape.key_parts`, and
+    values [64, columns]; zeros for positions after the newest query."""
     parts = shape.block_size // shape.size
     # Units between a block's first and this head's keys, and from there to its values.
     keys = (layer * 2 * shape.num_kv_heads + head) * parts
     values = shape.num_kv_heads * parts
 
     def load(row, kv_pos):
-        row = row + keys * shape.size
-        # A weight of 0 does not silence a NaN in an unwritten slot.
-        mask = _along(kv_pos <= newest, 0, shape.columns)
-        if shape.columns != shape.head_dim:
-            mask &= column < shape.head_dim
-        k = plt.load(pool.at[_along(row, 0, shape.columns), column], mask=mask, other=0.0)
-        v_row = _along(row + values * shape.size, 0, shape.columns)
-        return k, plt.load(pool.at[v_row, column], mask=mask, other=0.0)
+        row, readable = row + keys * shape.size, kv_pos <= newest
+
+        def columns_of(ref, row, first: int, width: int):
+            """Loads columns first .. first + width of rows, [64, a power of two]."""
+            columns = pl.next_power_of_2(width)
+            column = _along(jnp.arange(columns, dtype=jnp.int32), 1, TILE_KV)
+            # A weight of 0 does not silence a NaN in an unwritten slot.
+            mask = _along(readable, 0, columns)
+            if columns != width:
+                mask &= column < width
+            return plt.load(ref.at[_along(row, 0, columns), first + column], mask=mask, other=0.0)
+
+        k = tuple(columns_of(refs.pool, row, *part) for part in shape.key_parts)
+        if shape.rotates:
+            a, b = (x.astype(jnp.float32) for x in k)
+            cos, sin = (columns_of(table, kv_pos, 0, shape.head_dim // 2) for table in refs.rope)
+            k = tuple(x.astype(k[0].dtype) for x in (a * cos - b * sin, b * cos + a * sin))
+        return k, columns_of(refs.pool, row + values * shape.size, 0, shape.head_dim)
 
     return load
 
@@ -324,11 +354,14 @@ def store_result(out_ref, lse_ref, logits_ref, pos_ref, tile, head, acc, top, to
     plt.store(lse_ref.at[tile, row_1d // shape.group, head_1d], lse, mask=inside)
 
 
-def matrix_places(shape: Shape, head):
-    """Row, column, query head and its existence, for each element of a matrix [rows, columns]."""
-    row = _along(jnp.arange(shape.rows, dtype=jnp.int32), 0, shape.columns)
-    column = _along(jnp.arange(shape.columns, dtype=jnp.int32), 1, shape.rows)
-    mask = (row < shape.q_tile * shape.group) & (column < shape.head_dim)
+def matrix_places(shape: Shape, head, width: int = 0):
+    """Row, column, query head and its existence, for each element of a matrix [rows, columns that hold `width`], by
+    default the head dim."""
+    width = width or shape.head_dim
+    columns = pl.next_power_of_2(width)
+    row = _along(jnp.arange(shape.rows, dtype=jnp.int32), 0, columns)
+    column = _along(jnp.arange(columns, dtype=jnp.int32), 1, shape.rows)
+    mask = (row < shape.q_tile * shape.group) & (column < width)
     return row, column, head * shape.group + row % shape.group, mask
 
 

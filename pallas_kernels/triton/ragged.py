@@ -28,7 +28,7 @@ def attend(call: Call, work: None = None, *, tuning: parts.Tuning) -> Result:
 
     Raises:
       NotImplementedError: the dtype, head dim, block size or an option is not one of these kernels', or more than 128
-        query heads share a kv head (64 with head_dim 256, 32 with q_sink, 16 with both).
+        query heads share a kv head (64 with head_dim 256, 32 with q_sink or key_rope, 16 with q_sink and head_dim 256).
     """
     whole, call = call, parts.narrow(call, max_rows=128)
     shape = parts.shape_of(call)

@@ -54,6 +54,7 @@ def plain():
     [
         {"method": "mine:KeyDiff"},
         {"method": "mine:Merging"},
+        {"method": "mine:SmallKeys"},
         {"method": "mine:Steep", "of": {"method": "mine:Merging"}},
         {"method": "mine:Highest", "of": {"method": "mine:KeyDiff"}, "prompts": "once"},
     ],

@@ -33,6 +33,8 @@ DECODE: tuple[dict[str, Any], ...] = (
     {"sinks": 4},
     {"h": 256, "sinks": 4},
 )
+# Keys that are stored unrotated.
+ROTATED: tuple[dict[str, Any], ...] = tuple({"h": h, "rotated": True} for h in (64, 96, 128, 256))
 # As many queries as swapped operands take, then more.
 TILES: tuple[dict[str, Any], ...] = (
     {"q": 4},
@@ -136,8 +138,9 @@ def cases(target: aot.Target) -> list[Case]:
             Case("hopper product", shape, functools.partial(product_program, kernel=product, **shape))
             for shape in PRODUCTS
         ]
-    found += attention("triton decode", KERNELS["triton_decode"], DECODE)
-    found += attention("triton ragged", KERNELS["triton_ragged"], ({"q": 16}, {"h": 256, "q": 16}))
+    found += attention("triton decode", KERNELS["triton_decode"], (*DECODE, *ROTATED))
+    shapes = [shape | {"q": 16} for shape in ({}, {"h": 256}, *ROTATED)]
+    found += attention("triton ragged", KERNELS["triton_ragged"], shapes)
     return found
 
 
@@ -169,6 +172,7 @@ def attention_program(
     dtype="bfloat16",
     codes=None,
     soft_cap=None,
+    rotated=False,
     **tuning,
 ):
     """One call with a log-sum-exp and numbers of the pattern that are known only on the device.
@@ -176,6 +180,7 @@ def attention_program(
     Args:
       s, q, n, k, h, b: rows, queries of each, query heads, kv heads, head dim, tokens of a block.
       sinks: queries for repositioned sinks; 0 for none. codes: 8-bit type, or int4, of a quantised pool.
+      rotated: keys are rotated when they are read.
       tuning: fields of the kernel's tuning.
     """
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -184,7 +189,7 @@ def attention_program(
     scales = jax.ShapeDtypeStruct(kv.shape[:-1], jnp.float32) if codes else None
     if codes == "int4":
         scales = jax.ShapeDtypeStruct(int4.scales_shape(kv.shape), jnp.bfloat16)
-    table = ints((s, TABLE_WIDTH))
+    table, half = ints((s, TABLE_WIDTH)), jax.ShapeDtypeStruct((TABLE_WIDTH * b, h // 2), jnp.float32)
     call = Call(
         floats((s, q, n, h)),
         Pool(kv, scales),
@@ -193,7 +198,12 @@ def attention_program(
         ints((s, q)),
         layer=ints(()),
         pattern=Pattern(*(ints(()),) * len(Pattern._fields)),
-        options=Options(floats((s, q, sinks, n, h)) if sinks else None, soft_cap=soft_cap, return_lse=True),
+        options=Options(
+            floats((s, q, sinks, n, h)) if sinks else None,
+            key_rope=(half, half) if rotated else None,
+            soft_cap=soft_cap,
+            return_lse=True,
+        ),
     )
     tuned = kernel.tuned(**tuning)
     return aot.lower(target, lambda call: tuned(call), call)

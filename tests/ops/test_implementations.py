@@ -16,6 +16,7 @@ from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.methods.eviction.h2o import H2O
+from ksana_jax.methods.eviction.keydiff import KeyDiff
 from ksana_jax.methods.eviction.keyformer import Keyformer
 from ksana_jax.methods.eviction.snapkv import SnapKV
 from ksana_jax.models.frequencies import make_rope
@@ -105,6 +106,11 @@ def test_kernels_that_lack_an_option_are_not_chosen_where_it_is_asked_for():
     assert unsupported(plain, observed) == "this kernel does not support mass_factor, return_mass"
     assert choose(observed).name == "hopper"
     assert "Keyformer observes other weights" in str(unsupported(HOPPER, H200._replace(eviction=Keyformer())))
+    unrotated = H200._replace(eviction=KeyDiff(positions="cache"))
+    assert unsupported(HOPPER, unrotated) == "this kernel does not support key_rope"
+    assert choose(unrotated).name == "triton"
+    assert choose(unrotated._replace(eviction=H2O(positions="cache"))).name == "xla"  # none returns the weights
+    assert choose(unrotated._replace(num_repositioned_sinks=2)).name == "triton"  # of layers that do not evict
     capped = ModelConfig(soft_cap=50.0, sinks="zero")
     needs = Requirements.of(
         capped, layout_of(capped, dtype="bf16", block_size=32, as_bits=tuning("cpu").stored_as_bits)
@@ -237,6 +243,36 @@ def test_kernels_return_the_weights_that_an_eviction_method_adds_up(method):
     assert (np.asarray(got.masses[0]).sum(axis=(1, 2)) > 0).tolist() == [
         bool(seen and (numbers[row] or not method.weights_queries)) for row, seen in enumerate([1, 1, 1, 1, 0])
     ]
+
+
+@pytest.mark.parametrize("kernels", [TRITON, REFERENCE], ids=["triton", "reference"])
+def test_kernels_rotate_keys_by_their_positions_in_the_cache(kernels):
+    q, cache, batch, shape = make_step(3, shared=False)
+    rope = make_rope(RopeConfig(theta=50.0), H)._replace(scale=1.25)
+    pattern, observer = jax.tree.map(jnp.asarray, FULL.arrays()), AttentionObserver(KeyDiff(positions="cache"), 1)
+    context = AttentionContext(1, batch, shape, pattern, rope, 2, observer=observer)  # other layers have sinks
+    k = q[:, :K] * 3
+    batch = batch._replace(slots=batch.block_tables[0, 0] * B + jnp.arange(len(q)))  # in the first row's first block
+    context = context._replace(batch=batch)
+
+    def step(write, attend):
+        with interpreting():
+            queries, written = jax.jit(lambda cache: write(q, k, k, cache, context, angles, 0.5))(cache)
+            return np.float32(attend(queries, written)), np.asarray(written.kv)
+
+    angles = rope.angles(batch.cache_positions)
+    expected, as_expected = step(
+        write, lambda queries, pool: ragged_paged_attention(queries._replace(q_sink=None), pool, context).out
+    )
+    got, pool = step(kernels.write, lambda queries, pool: kernels.attend(queries, pool, context, None).out)
+    assert (pool.view(np.uint16) == as_expected.view(np.uint16)).all()
+    # Weights are rounded to bfloat16, as in the test above.
+    np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * np.nanmax(np.abs(as_expected[:, 1, 1])))
+    assert np.abs(got - expected).mean() < 2**-9
+    unrotated = context._replace(observer=None)
+    queries, _ = write(q, k, k, cache, unrotated, angles, 0.5)
+    other = ragged_paged_attention(queries._replace(q_sink=None), KVCache({"kv": jnp.asarray(pool)}, "bf16"), unrotated)
+    assert np.abs(np.float32(other.out) - expected).mean() > 2**-4
 
 
 @several_warpgroups

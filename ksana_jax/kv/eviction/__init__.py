@@ -18,6 +18,7 @@ EVICTION_METHODS: dict[str, str] = {
     "h2o": "ksana_jax.methods.eviction.h2o:H2O",
     "keyformer": "ksana_jax.methods.eviction.keyformer:Keyformer",
     "d2o": "ksana_jax.methods.eviction.d2o:D2O",
+    "mikv": "ksana_jax.methods.eviction.mikv:MiKV",
     "snapkv": "ksana_jax.methods.eviction.snapkv:SnapKV",
     "adakv": "ksana_jax.methods.eviction.adakv:AdaKV",
     "cake": "ksana_jax.methods.eviction.cake:CAKE",

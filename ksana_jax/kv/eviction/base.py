@@ -17,6 +17,7 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import name_of
+from ksana_jax.kv.eviction.settings import problems_of
 
 Array: TypeAlias = Any  # NumPy on the host, jax in a compiled program
 
@@ -143,6 +144,8 @@ class EvictionMethod:
     head_by_head: ClassVar[bool] = False
     # True if `merge` folds the tokens that go into those that stay; otherwise they are dropped.
     merges: ClassVar[bool] = False
+    # Codec of fewer bits in which tokens that go are kept, several to a slot; "" drops them. See `low_slots`.
+    low_codec: ClassVar[Any] = ""
     # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay.
     per_head: ClassVar[bool] = False
     # True if `budgets` divides the budget among layers, or with `per_head` among KV heads, by what `measure` returns.
@@ -164,37 +167,9 @@ class EvictionMethod:
             else None,
             checks.one_of(f"{name}: positions", self.positions, ("absolute", "cache")),
             checks.one_of(f"{name}: memory", self.memory, ("freed", "simulated")),
-            *(f"{name}: {problem}" for problem in self._problems_of_memory()),
+            *(f"{name}: {problem}" for problem in problems_of(self)),
             error=ConfigError,
         )
-
-    def _problems_of_memory(self) -> list[str]:
-        hides, found = self.hides, []
-        if self.per_head and not (hides or self.measures):
-            found.append('memory is "freed", but its heads keep different numbers of tokens: set it to "simulated"')
-        if self.per_head and not self.once:
-            found.append(f"prompts is {self.prompts!r}, must be 'once': another eviction would compare unequal heads")
-        if self.measures:
-            found += self._problems_of_budgets()
-        if hides and self.positions == "cache":
-            found.append('positions "cache" need memory "freed": hidden tokens keep their places in the cache')
-        if hides and self.merges:
-            found.append('memory "simulated" hides evicted tokens, but the method merges them into others')
-        if hides and self.custom_logits:
-            found.append('memory is "simulated", but its logits depend on a token\'s place in the cache')
-        return found
-
-    def _problems_of_budgets(self) -> list[str]:
-        found = []
-        if not self.once:
-            found.append(f"prompts is {self.prompts!r}, must be 'once': budgets are measured when a prompt is complete")
-        if self.hides:
-            found.append('memory is "simulated", must be "freed": budgets that are measured divide memory')
-        if self.layers != "uniform":
-            found.append(f"layers is {self.layers!r}, must be 'uniform': its budgets are measured")
-        if self.needs_full_text:
-            found.append("it measures budgets of texts that it has computed, and its method must know them beforehand")
-        return found
 
     @property
     def hides(self) -> bool:
@@ -245,6 +220,17 @@ class EvictionMethod:
 
         Args:
           measured: [L, K, ...] of `measure`. num_kept: mean of the budgets. num_prompt: tokens of the prompt.
+        """
+        raise NotImplementedError
+
+    def low_slots(self, num_tokens: Array, num_kept: Array, num_stay: Array, per_slot: int, xp: Any) -> Array:
+        """Returns how many of the slots that rows keep hold tokens in `low_codec`: [n], as many for all heads.
+
+        They follow the sinks. At most num_kept - num_stay, and no more than hold num_tokens together with the others.
+
+        Args:
+          num_tokens: [n] tokens in the cache, also in `low_codec`. num_kept: [n] slots. num_stay: [n] sinks and recent
+            tokens. per_slot: tokens that a slot holds.
         """
         raise NotImplementedError
 

@@ -1,5 +1,6 @@
 """Settings of eviction methods, and the definition that each keeps to, by the length of a prompt."""
 
+import ml_dtypes
 import numpy as np
 
 from ksana_jax.methods.eviction.noise import uniform
@@ -13,6 +14,11 @@ def gumbel(seed):
 def random_number(layer, head, position):
     # Two layers of one group.
     return uniform(np, 7, 0, layer, head, position).item()
+
+
+def in_8_bits(x):
+    """Reads a vector back from e5m2. The float16 scales of int2 would be rounded otherwise in float64 for some."""
+    return np.float32(x).astype(ml_dtypes.float8_e5m2).astype(np.float64)
 
 
 def repeat(context):
@@ -53,6 +59,56 @@ METHODS = {
         {"method": "d2o", "budget": 8, "recent": 0, "sinks": 0, "layers": "pyramid", "beta": 2, "prompts": "once"},
         # As "knorm, once, pyramid".
         lambda n: Rule("sums", [first := min(max(n, 8), 10), 16 - first], 4, recents=[0] * 2, once=True, smoothing=0.7),
+    ),
+    # A slot of 8 numbers in float32 takes 4 vectors of 8 bits.
+    "mikv": (
+        {"method": "mikv", "codec": "fp8_e5m2", "budget": 12, "recent": 2, "sinks": 1, "interval": 3},
+        lambda n: Rule("sums", [12, 12], 3, recents=[2] * 2, sinks=1, low=in_8_bits, per_slot=4, share=0.5),
+    ),
+    # With a budget of 9 or 10, one number of a low token is rounded otherwise in float32 than in float64.
+    "mikv by keydiff, streamed, the oldest dropped": (
+        {
+            "method": "mikv",
+            "of": {"method": "keydiff"},
+            "codec": "fp8_e5m2",
+            "share": 0.25,
+            "budget": 11,
+            "sinks": 1,
+            "prompts": "streamed",
+        },
+        lambda n: Rule(
+            "unlike the mean",
+            [11, 11],
+            4,
+            recents=[0] * 2,
+            sinks=1,
+            whole=False,
+            low=in_8_bits,
+            per_slot=4,
+            share=0.25,
+        ),
+    ),
+    "mikv by snapkv, once, pyramid": (
+        {
+            "method": "mikv",
+            "of": {"method": "snapkv"},
+            "codec": "fp8_e5m2",
+            "share": 1.0,
+            "budget": 14,
+            "recent": 3,
+            "layers": "pyramid",
+        },
+        lambda n: Rule(
+            "last queries",
+            [first := min(max(n, 14), 22), 28 - first],
+            4,
+            recents=[3] * 2,
+            once=True,
+            window=3,
+            low=in_8_bits,
+            per_slot=4,
+            share=1.0,
+        ),
     ),
     "kvzip": (
         {"method": "kvzip", "budget": 0.4, "interval": 1, "sinks": 1, "instruction": [7, 3, 5]},

@@ -30,6 +30,11 @@ class Head:
     apart: list = dataclasses.field(default_factory=list)  # of all queries, [G, tokens] of the query heads
     threshold: float | None = None  # of similarity, for merging
     past: list = dataclasses.field(default_factory=list)  # values after each token of the text
+    low: list[int] = dataclasses.field(default_factory=list)  # positions of tokens in few bits
+
+    def slots(self, rule: Rule) -> list[int | None]:
+        """Returns the position in each slot; None for slots of tokens in few bits."""
+        return [*self.kept[: rule.sinks], *[None] * math.ceil(len(self.low) / rule.per_slot), *self.kept[rule.sinks :]]
 
 
 @dataclasses.dataclass
@@ -59,6 +64,9 @@ class Rule:
     smoothing: float | None = None  # of the threshold above which evicted tokens are merged; None drops all
     measure: Callable | None = None  # heads of all layers -> budgets, when a prompt is complete
     variance: float = 0  # its weight next to the mean weight of the last queries
+    low: Callable | None = None  # vector -> the same in few bits; None drops what is not kept
+    per_slot: int = 1
+    share: float = 0.0
     probe: Callable | None = None  # context -> tokens after it, whose largest weights are the scores
 
 
@@ -165,19 +173,30 @@ def cake_budgets(layers: list[list[Head]], window: int, budget: int, interval: i
 
 
 def evict(rule: Rule, layer: int, heads: list[Head], length: int, num_prompt: int) -> None:
-    count, budget = len(heads[0].kept), rule.budgets[layer]
+    count, budget = len(heads[0].slots(rule)), rule.budgets[layer]
     if (rule.whole and length < num_prompt) or (rule.once and length != num_prompt) or count <= budget:
         return
     left = count - rule.interval * math.ceil((count - budget) / rule.interval)
+    recent = min(rule.recents[layer], left - rule.sinks)
+    num_low, low_slots = len(heads[0].low), 0
+    if rule.low is not None:
+        low_slots = math.ceil((len(heads[0].kept) + num_low - left) / (rule.per_slot - 1))
+        low_slots = min(low_slots, math.floor(rule.share * (left - rule.sinks - recent)))
+        count, left = len(heads[0].kept), left - low_slots
     drop, chosen = rule.drop if rule.after is None or length == num_prompt else rule.after, []
     for number in range(len(heads)):
         order = priorities(drop, rule, layer, heads, number, length)
-        stay = set(range(rule.sinks)) | set(range(count - min(rule.recents[layer], left - rule.sinks), count))
+        stay = set(range(rule.sinks)) | set(range(count - recent, count))
         others = sorted((i for i in range(count) if i not in stay), key=lambda i: (-order[i], i))
         chosen.append(sorted(stay | set(others[: left - len(stay)])))
     for head, indices in zip(heads, chosen, strict=True):
         if rule.smoothing is not None:
             merge(head, [head.kept[i] for i in indices], rule.smoothing)
+        if rule.low is not None:
+            gone = [j for i, j in enumerate(head.kept) if i not in indices]
+            for j in gone:
+                head.stored[j], head.values[j] = rule.low(head.stored[j]), rule.low(head.values[j])
+            head.low = (head.low + gone)[max(num_low + len(gone) - rule.per_slot * low_slots, 0) :]
         head.kept = [head.kept[i] for i in indices]
         head.newest = []
 
@@ -198,7 +217,7 @@ def merge(head: Head, kept: list[int], smoothing: float) -> None:
 
 def run(params, config, tokens, rule: Rule, num_prompt: int):
     """Returns log-probabilities [T, V] after each token, and the positions that each layer and kv head keeps after
-    each token."""
+    each token; None for slots of tokens in few bits."""
 
     def f64(a):
         return np.asarray(a, np.float64)
@@ -221,19 +240,20 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
                 head.values[t] = (y @ f64(p.w_v).T).reshape(kv, h)[number]
                 head.kept.append(t)
                 head.scores[t], weights = 0.0, {}
-                head.apart.append(np.zeros((group, len(head.kept))))
                 at = np.arange(len(head.kept)) if rule.in_cache else np.array(head.kept)
-                keys = np.array([head.stored[j] for j in head.kept])
+                seen = head.kept + head.low
+                head.apart.append(np.zeros((group, len(seen))))
+                keys = np.array([head.stored[j] for j in seen])
                 keys = _rotate(keys, at, spec.rope.theta) if rule.in_cache else keys
                 for g in range(group):
                     who = number * group + g
                     scores = keys @ _rotate(q[who], at[-1], spec.rope.theta) * spec.scale
-                    out[who] = softmax(scores) @ np.array([head.values[j] for j in head.kept])
+                    out[who] = softmax(scores) @ np.array([head.values[j] for j in seen])
                     if rule.noise is not None and rule.temperature is not None:
                         slots = np.arange(len(scores))
                         scores = (scores + rule.noise(index, who, t, slots)) / rule.temperature(t)
                     head.apart[-1][g] = softmax(scores)
-                    for j, w in zip(head.kept, softmax(scores), strict=True):
+                    for j, w in zip(seen, softmax(scores), strict=True):
                         before = weights.get(j, 0.0)
                         weights[j] = before + w if rule.probe is None else max(before, w)
                 for j, w in weights.items():
@@ -265,7 +285,7 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
             evict(rule, index, heads, t + 1, num_prompt)
             for head in heads:
                 head.past.append(dict(head.values))
-        kept.append([[list(head.kept) for head in heads] for heads in states])
+        kept.append([[head.slots(rule) for head in heads] for heads in states])
     return np.array(logprobs), kept, states
 
 

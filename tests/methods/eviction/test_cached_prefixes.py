@@ -42,6 +42,7 @@ ALL = [
     ("streaming_llm", "streamed"),
     ("h2o", "streamed"),
     ("d2o", "streamed"),
+    ("mikv", "streamed"),
     ("vatp", "whole"),
     ("keyformer", "whole"),
     ("snapkv", "once"),
@@ -54,7 +55,7 @@ ALL = [
     ("criticalkv", "once"),
 ]
 OWN = {"vatp": {"budget": 24}, "lagkv": {"sinks": 2, "lag_size": 4}}
-EVERY_TIME = (("knorm", "whole"), ("h2o", "streamed"), ("d2o", "streamed"), ("snapkv", "once"))
+EVERY_TIME = (("knorm", "whole"), ("h2o", "streamed"), ("d2o", "streamed"), ("mikv", "streamed"), ("snapkv", "once"))
 CASES = [KNORM_STREAMED, *soak_unless(EVERY_TIME.__contains__, ALL)]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arguments import GLOBAL, SINKS_IN_CACHE, SMALL, TINY, WINDOW, Spec, make
+from pallas_kernels.arguments import GLOBAL, ROTATED, SINKS_IN_CACHE, SMALL, TINY, WINDOW, Spec, make
 from pallas_kernels.contract import Kernel, Pool
 from pallas_kernels.patterns import FAR
 from pallas_kernels.triton import decode as triton_decode
@@ -30,6 +30,12 @@ def test_decode_gives_what_the_reference_gives(spec):
 @pytest.mark.parametrize("spec", soak_unless(CHUNKS[::4].__contains__, CHUNKS), ids=str)
 def test_ragged_gives_what_the_reference_gives(spec):
     check(ragged, spec)
+
+
+@pytest.mark.parametrize("kernel", [decode, ragged], ids=["decode", "ragged"])
+@pytest.mark.parametrize("spec", ROTATED, ids=str)
+def test_keys_are_rotated_by_their_positions(kernel, spec):
+    check(kernel, spec)
 
 
 def test_decode_takes_several_queries_too():
@@ -79,6 +85,7 @@ def test_what_is_not_supported_is_refused_with_its_number(kernel):
         (dict(q=q[..., :32], pool=Pool(kv[..., :32])), "head_dim 32"),
         (dict(q=q.astype(jnp.float32), pool=Pool(kv.astype(jnp.float32))), "queries in float32"),
         (dict(pool=Pool(kv[:, :, :, :, :8])), "blocks of 8 tokens"),
+        (dict(q_sink=call.q[:, :, None], key_rope=(jnp.ones((64, 32)),) * 2), "key_rope with q_sink"),
         (dict(q=jnp.repeat(q, 130, axis=2)), "260 query heads share a kv head"),
     ):
         assert reason in str(kernel.unsupported(call.replace(**changes)))

@@ -8,6 +8,7 @@ from tests.soak import soak_unless
 METHODS = {
     "h2o": {"recent": 0.5},
     "d2o": {"sinks": 1, "smoothing": 0.5},
+    "mikv": {"sinks": 1, "recent": 2, "codec": "fp8_e5m2"},
     "snapkv": {"recent": 2, "kernel": 1, "prompts": "streamed"},  # windows of a kernel over few tokens have equal sums
     "keydiff": {"recent": 2},
     "rkv": {"recent": 3},
