@@ -51,7 +51,8 @@ def layout_of(
     # A place has all heads of a layer, or a single one.
     model = dataclasses.replace(model, num_kv_heads=model.num_kv_heads * model.num_layers // len(seen))
     used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
-    used |= {refusals.LATENTS: model.latent is not None}
+    used |= {refusals.LATENTS: model.latent is not None, refusals.RECURRENT: model.recurrent is not None}
+    refusals.check(used)
     if eviction is not None and eviction.reads_outputs:
         refusals.check(used | {refusals.READS_OUTPUTS: f"kv_eviction {type(eviction).__name__}"})
     if (sealing := find_sealing(dtype)) is not None:
@@ -59,7 +60,7 @@ def layout_of(
         refusals.check(used | {refusals.WHOLE_BLOCKS: name})
         return _sealed(model, seen, sources, sealing, dtype, exact_dtype, block_size)
     assert isinstance(dtype, str)
-    layers = sorted(set(sources))
+    layers = sorted(set(sources) - set(model.recurrent.layers if model.recurrent else ()))
     groups = group_layers(seen, None if eviction is None else _shares(eviction, seen, layers), layers)
     num_layers, heads, sides = len(groups[0].layers), model.num_kv_heads, 2 if model.latent is None else 1
     leaves = [

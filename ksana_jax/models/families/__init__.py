@@ -24,6 +24,7 @@ from ksana_jax.models.families.gpt_neox import GPT_NEOX
 from ksana_jax.models.families.gpt_oss import GPT_OSS
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.granitemoe import GRANITEMOE
+from ksana_jax.models.families.lfm2 import LFM2
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_cla import LLAMA_CLA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
@@ -84,6 +85,7 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE_LITE,
         YOUTU,
         MINICPM3,
+        LFM2,
     )
 }
 
