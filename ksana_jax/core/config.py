@@ -150,10 +150,10 @@ class ModelConfig:
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
         patterns, own_kv = per_layer(self.pattern, self.num_layers), shared_kv.own(self.kv_layers, self.num_layers)
-        states = recurrent.of_layers(self.recurrent, self.num_layers)
+        states = recurrent.of_layers(self.recurrent, norms, self.num_layers)
         return tuple(
-            LayerSpec(attention(rope=rope, pattern=pattern, own_kv=own), mlp, norms, self.residual_scale, state)
-            for rope, pattern, own, mlp, state in zip(ropes, patterns, own_kv, mlps, states, strict=True)
+            LayerSpec(attention(rope=rope, pattern=pattern, own_kv=own), mlp, norm, self.residual_scale, state)
+            for rope, pattern, own, mlp, (state, norm) in zip(ropes, patterns, own_kv, mlps, states, strict=True)
         )
 
     def first_layers(self, num_layers: int) -> ModelConfig:

@@ -97,6 +97,16 @@ class LayerParams:
     b_in: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [3*D]
     w_conv: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [C, 1, kernel]
     b_conv: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [C]
+    # Delta rules, see `DeltaRuleSpec`, have w_q, w_k and w_v, Hk heads of queries and of keys, and Hv of values.
+    w_decay: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv, D]
+    w_beta: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv, D]
+    w_out_gate: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv*value_dim, D]
+    log_decay: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", float32=True))  # [Hv]
+    b_decay: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", float32=True))  # [Hv]
+    w_conv_q: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
+    w_conv_k: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
+    w_conv_v: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hv*value_dim, 1, kernel]
+    delta_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [value_dim]
 
 
 @flax.struct.dataclass

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.core.recurrent import RecurrentSpec, ShortConvSpec
-from ksana_jax.models.layers import Linear
+from ksana_jax.core.recurrent import DeltaRuleSpec, RecurrentSpec, ShortConvSpec
+from ksana_jax.models.layers import Linear, rms_norm
 
 # The state of one layer: arrays [R, ...] by name, see `ShortConvSpec.state`.
 State = dict[str, jax.Array]
@@ -23,8 +23,8 @@ State = dict[str, jax.Array]
 class TextTokens(NamedTuple):
     """The tokens [T] of a step by text.
 
-    text: [T] index in [0, R) of each token's text. nth: [T] number of that text's tokens before it in the step; both
-    are arbitrary for padding. last: [R] index of each text's last token.
+    text: [T] index in [0, R) of each token's text; beyond R for padding.
+    nth: [T] number of the text's tokens before it in the step. last: [R] index of each text's last token.
     """
 
     text: jax.Array
@@ -93,7 +93,61 @@ def causal_conv(
     return out.astype(x.dtype), newest.astype(before.dtype)
 
 
-KINDS: dict[type, Kind] = {ShortConvSpec: Kind(short_conv_shapes, short_conv)}
+def delta_rule_shapes(d_model: int, spec: DeltaRuleSpec) -> dict[str, tuple[int, ...]]:
+    d, heads = d_model, spec.num_value_heads
+    keys, values = spec.num_key_heads * spec.key_dim, heads * spec.value_dim
+    shapes: dict[str, tuple[int, ...]] = {"w_q": (keys, d), "w_k": (keys, d), "w_v": (values, d), "w_o": (d, values)}
+    shapes |= {f"w_conv_{part}": (size, 1, spec.kernel) for part, size in zip("qkv", (keys, keys, values), strict=True)}
+    shapes |= {"w_decay": (heads, d), "w_beta": (heads, d)}
+    shapes |= {"w_out_gate": (values, d), "log_decay": (heads,), "b_decay": (heads,)}
+    return shapes | {"delta_norm": (spec.value_dim,)}
+
+
+def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear) -> Mix:
+    """See `DeltaRuleSpec`.
+
+    Tokens are computed one after the other, each by operations of the same shapes, so that a token's bits depend on its
+    text alone, not on how steps cut it.
+    """
+    heads, each = spec.num_value_heads, spec.num_value_heads // spec.num_key_heads
+    keys = spec.num_key_heads * spec.key_dim
+
+    def mix(x: jax.Array, state: State, tokens: TextTokens) -> tuple[jax.Array, State]:
+        parts = [w for w in (p.w_q, p.w_k, p.w_v, p.w_qkv) if w is not None]
+        inputs = jnp.concatenate([linear(x, w) for w in parts], axis=-1)
+        taps = jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
+        convolved, last_inputs = causal_conv(inputs, state["conv"], tokens, taps, None)
+        decay, beta = (linear(x, w).astype(jnp.float32) for w in (p.w_decay, p.w_beta))
+        g = -jnp.exp(p.log_decay) * jax.nn.softplus(decay + p.b_decay)
+        gate = linear(x, p.w_out_gate).astype(jnp.float32)
+
+        def step(matrices: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+            text, numbers, g, beta, gate = token
+            q, k, v = jnp.split(jax.nn.silu(numbers.astype(jnp.float32)), (keys, 2 * keys))
+            q, k = (jnp.repeat(_unit(y.reshape(-1, spec.key_dim)), each, axis=0) for y in (q, k))
+            matrix = matrices[text] * jnp.exp(g)[:, None, None]
+            error = v.reshape(heads, -1) - (matrix * k[:, :, None]).sum(axis=1)
+            matrix += k[:, :, None] * (beta[:, None] * error)[:, None]
+            out = (matrix * (q * spec.key_dim**-0.5)[:, :, None]).sum(axis=1)
+            normed = rms_norm(out, p.delta_norm.astype(jnp.float32), spec.eps)
+            return matrices.at[text].set(matrix, mode="drop"), normed.reshape(-1) * jax.nn.silu(gate)
+
+        beta = spec.beta_factor * jax.nn.sigmoid(beta)
+        matrices, out = jax.lax.scan(step, state["delta"], (tokens.text, convolved, g, beta, gate))
+        return out.astype(x.dtype), {"conv": last_inputs, "delta": matrices}
+
+    return mix
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Divides vectors x [n, H] by their norms."""
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+KINDS: dict[type, Kind] = {
+    ShortConvSpec: Kind(short_conv_shapes, short_conv),
+    DeltaRuleSpec: Kind(delta_rule_shapes, delta_rule),
+}
 
 
 def recurrent_shapes(d_model: int, spec: RecurrentSpec) -> dict[str, tuple[int, ...]]:

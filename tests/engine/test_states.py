@@ -81,12 +81,14 @@ def test_cached_prefixes_keep_tokens(settings):
 
 @machine.native_products
 @pytest.mark.cpu("invariant numerics")
-def test_a_cached_prefix_gives_the_bits_of_a_fresh_run():
+@pytest.mark.parametrize("name", [CASE.name, "olmo_hybrid-delta-tied"])
+def test_a_cached_prefix_gives_the_bits_of_a_fresh_run(name):
+    folder = str(golden_case(name).model_dir)
     settings = {"numerics": "invariant", "block_size": 16, "max_num_batched_tokens": 20}
-    fresh = LLM(str(CASE.model_dir), **SMALL | settings)
+    fresh = LLM(folder, **SMALL | settings)
     expected = [served(fresh, [prompt])[0] for prompt in PROMPTS]
     settings |= {"enable_prefix_caching": True, "max_num_batched_tokens": 33, **EVERY}
-    llm = LLM(str(CASE.model_dir), **SMALL | settings)
+    llm = LLM(folder, **SMALL | settings)
     for _ in range(2):
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [told(output) for output in outputs] == expected

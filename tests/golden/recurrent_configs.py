@@ -11,7 +11,21 @@ LFM2 = without(BASE, "rms_norm_eps", "hidden_act") | {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "block_auto_adjust_ff_dim": False,
 }
+OLMO_HYBRID = BASE | {
+    "model_type": "olmo_hybrid",
+    "architectures": ["OlmoHybridForCausalLM"],
+    "num_hidden_layers": 4,
+    "pad_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,  # as many channels as keys have: transformers 5.24.0 saves convolutions in equal thirds
+}
 RECURRENT = {
+    "olmo_hybrid-delta-tied": OLMO_HYBRID
+    | {"rope_parameters": None, "linear_allow_neg_eigval": False, "tie_word_embeddings": True},
     "lfm2-gqa-conv-tied": LFM2 | {"tie_word_embeddings": True},
     "lfm2-mha-conv-biases": LFM2
     | {

@@ -35,6 +35,7 @@ from ksana_jax.models.families.mixtral import MIXTRAL
 from ksana_jax.models.families.mpt import MPT
 from ksana_jax.models.families.olmo2 import OLMO2
 from ksana_jax.models.families.olmo3 import OLMO3
+from ksana_jax.models.families.olmo_hybrid import OLMO_HYBRID
 from ksana_jax.models.families.olmoe import OLMOE
 from ksana_jax.models.families.opt import OPT
 from ksana_jax.models.families.phi3 import PHI3
@@ -86,6 +87,7 @@ FAMILIES: dict[str, Family] = {
         YOUTU,
         MINICPM3,
         LFM2,
+        OLMO_HYBRID,
     )
 }
 

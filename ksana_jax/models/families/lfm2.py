@@ -63,7 +63,7 @@ def read_layers(fields: Fields) -> ShortConvSpec | None:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    spec = config.recurrent or ShortConvSpec(())
+    spec = config.recurrent if isinstance(config.recurrent, ShortConvSpec) else ShortConvSpec(())
     return {
         "layer_types": ["conv" if layer in spec.layers else "full_attention" for layer in range(config.num_layers)],
         "conv_L_cache": spec.kernel,

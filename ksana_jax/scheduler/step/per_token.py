@@ -54,7 +54,8 @@ class StateArrays(NamedTuple):
 
     of_texts: [3, R] the slots that each text's state is read from and written to, and the index in [0, T) of its last
     token. A slot that does not exist, such as FAR, stands for zeros, and is not written to.
-    of_tokens: [2, T] index in [0, R) of each token's text, and number of that text's tokens before it in the step.
+    of_tokens: [2, T] index in [0, R) of each token's text, FAR for padding, and number of its tokens before it in the
+    step.
     """
 
     of_texts: Array
@@ -67,6 +68,7 @@ def states(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray
     of_texts[2] = 0
     of_texts[:, : len(ends)] = rows.state_from[batch.rows], rows.state_to[batch.rows], ends
     nth, of_tokens_ = _nth(counts), np.zeros((2, shape.num_tokens), np.int32)
+    of_tokens_[0] = FAR
     of_tokens_[:, np.repeat(ends + 1 - counts, counts) + nth] = np.repeat(np.arange(len(ends)), counts), nth
     return StateArrays(of_texts, of_tokens_)
 
