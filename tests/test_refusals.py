@@ -10,9 +10,12 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.core import refusals
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.layer_spec import LatentSpec
+from ksana_jax.core.patterns import FULL
+from ksana_jax.core.recurrent import ShortConvSpec
 from ksana_jax.core.refusals import REFUSALS
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.loading.export import export_hf
+from ksana_jax.models.params import init_params
 from tests.engine.drafters import draft_model
 from tests.engine.small import SMALL, make_llm, model
 
@@ -48,6 +51,9 @@ SOME = {
     refusals.COMPARES_HEADS: {"kv_eviction": {"method": "tova"}},
     "tensor_parallel_size": {"tensor_parallel_size": 2},
     "data_parallel_size": {"data_parallel_size": 2},
+    refusals.RECURRENT: {"recurrent": ShortConvSpec((0,))},
+    "host_cache_bytes": {"host_cache_bytes": 2**20},
+    "kept_tokens": {"kept_tokens": True},
     "enable_lora": {"enable_lora": True},
     "distributed": {"distributed": {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}},
     "disk_cache_dir": {"disk_cache_dir": "x", "enable_prefix_caching": True, "host_cache_bytes": 2**20},
@@ -90,10 +96,15 @@ def test_listed_settings_are_refused_together(refusal, drafter):
     with pytest.raises(ValueError, match=re.escape(refusal.reason)) as caught:
         if names <= OF_REQUESTS:
             SamplingParams(**given)
-        elif of_model := given.keys() & {"alibi", "kv_layers", *SOME[refusals.LATENTS]}:
+        elif of_model := given.keys() & {"alibi", "kv_layers", "recurrent", *SOME[refusals.LATENTS]}:
             config, params = model()
             config = dataclasses.replace(config, **{name: given.pop(name) for name in of_model})
-            LLM.from_params(config, params, **SMALL, **given)
+            of_request = {name: given.pop(name) for name in given.keys() & {"beam_width"}}
+            if "recurrent" in of_model:
+                EngineConfig(**{n: x for n, x in given.items() if n != "pattern"}).for_model(config, (FULL,) * 2)
+                params = init_params(config)
+            llm = LLM.from_params(config, params, **SMALL, **given)
+            llm.generate([[1, 2]], SamplingParams(**of_request, max_tokens=1, detokenize=False))
         else:
             make_llm(**given)
     assert "\n" not in str(caught.value) and " does not go with " in str(caught.value)

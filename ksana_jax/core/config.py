@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ksana_jax.core import checks, refusals, shared_kv
+from ksana_jax.core import checks, recurrent, refusals, shared_kv
 from ksana_jax.core.device_setting import canonical_device
 from ksana_jax.core.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.core.errors import ConfigError
@@ -45,11 +45,9 @@ class ModelConfig:
       sinks: each head has a logit without a key or a value in the softmax's denominator: "learned", or "zero" for
         softmax-off-by-one, whose logit is fixed at 0; None for neither. See `layer_spec.AttentionSpec`.
       alibi: slope of each head, by which scores fall with distance, see `layer_spec.AttentionSpec`; None for none.
-      mlp: kind of the MLPs, a name in `models.mlp.MLPS`.
+      mlp, norm: kinds of the MLPs and norms, names in `models.mlp.MLPS` and `models.layers.NORMS`.
       experts: of layers, for kinds of MLPs that have them, see `layer_spec.ExpertsSpec`; None for none.
-      norm: kind of the norms, a name in `models.layers.NORMS`.
-      qk_norm: norms of queries and keys, see `layer_spec.AttentionSpec`.
-      norm_placement: norms of attention and MLP, see `layer_spec.NormSpec`.
+      qk_norm, norm_placement: see `layer_spec.AttentionSpec` and `layer_spec.NormSpec`.
       embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of the outputs of attention and MLP
         when they are added to hidden states, and of the logits.
       position_offset: a table with a row for each position is added to the embedding, with so many rows before that of
@@ -57,6 +55,7 @@ class ModelConfig:
       max_position: context length in tokens that the model was trained for.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
       latent: what the pool stores of a token instead of keys and values, see `layer_spec.LatentSpec`; None for those.
+      recurrent: layers that have a state instead of keys and values, see `core.recurrent`; None for none.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
 
@@ -94,6 +93,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     kv_layers: tuple[int, ...] | None = None
     latent: LatentSpec | None = None
+    recurrent: recurrent.RecurrentSpec | None = None
     kept: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
     def problems(self) -> list[str]:
@@ -126,6 +126,7 @@ class ModelConfig:
             found += rope.problems(self.head_dim)
         if self.kv_layers is not None and not found:
             found += shared_kv.problems(self.kv_layers, self.num_layers, self.rope)
+        found += recurrent.problems(self)
         return found
 
     def validate(self) -> ModelConfig:
@@ -149,21 +150,22 @@ class ModelConfig:
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
         patterns, own_kv = per_layer(self.pattern, self.num_layers), shared_kv.own(self.kv_layers, self.num_layers)
+        states = recurrent.of_layers(self.recurrent, norms, self.num_layers)
         return tuple(
-            LayerSpec(attention(rope=rope, pattern=pattern, own_kv=own), mlp, norms, self.residual_scale)
-            for rope, pattern, own, mlp in zip(ropes, patterns, own_kv, mlps, strict=True)
+            LayerSpec(attention(rope=rope, pattern=pattern, own_kv=own), mlp, norm, self.residual_scale, state)
+            for rope, pattern, own, mlp, (state, norm) in zip(ropes, patterns, own_kv, mlps, states, strict=True)
         )
 
     def first_layers(self, num_layers: int) -> ModelConfig:
         """Returns the config of this model truncated to its first layers."""
-        cut = {name: getattr(self, name) for name in ("rope", "pattern", "kv_layers")}
+        cut: dict[str, Any] = {name: getattr(self, name) for name in ("rope", "pattern", "kv_layers")}
         cut = {name: v[:num_layers] if isinstance(v, tuple) else v for name, v in cut.items()}
-        return dataclasses.replace(self, num_layers=num_layers, **cut)
+        cut |= {"num_layers": num_layers, "recurrent": recurrent.first_layers(self.recurrent, num_layers)}
+        return dataclasses.replace(self, **cut)
 
 
-# Positions and numbers of blocks, which are int32, stay below FAR.
+# Positions and numbers of blocks, which are int32, stay below FAR. The host keeps arrays with a row for each sequence.
 MAX_TOKENS = FAR - 1
-# The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 MAX_DEVICES = 1024
 QUANTIZATIONS = (None, "int8", "w8a8", "stored")
@@ -215,13 +217,14 @@ class EngineConfig:
         where the pool lacks blocks for them or moves some, and where async_scheduling would wait for tokens.
       max_repositioned_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions;
         for a sweep over patterns, set it to the largest of them. None takes as many as the pattern needs.
-      memory_bytes: maximum bytes of the pool if neither num_blocks nor memory_fraction is given.
+      memory_bytes: maximum bytes of the pool, with states, if neither num_blocks nor memory_fraction is given.
       memory_fraction: fraction of the device's memory for weights, pool and a step's temporary buffers together, if
         num_blocks is None; see `planner`.
       enable_prefix_caching: keep full blocks after use and reuse them by content. Off by default, because a measurement
         that repeats its prompts would otherwise measure the cache.
       prefix_replacement: which cached blocks are replaced first: a name in `REPLACEMENT_POLICIES` (`kv.replacement`),
         "package.module:name" of your own, or the function itself.
+      state_snapshots: where states of recurrent layers are cached, see `kv.state_snapshots`; None: at prompts' ends.
       prefix_report_blocks: evicted blocks remembered to explain misses in `RequestOutput.prefix_report`; 0: no report.
       kv_eviction: method by which rows evict tokens that later queries could still see, and its settings, such as
         {"method": "h2o", "budget": 0.2}: see `kv.eviction`. None evicts nothing.
@@ -285,6 +288,7 @@ class EngineConfig:
     memory_fraction: float | None = None
     enable_prefix_caching: bool = False
     prefix_replacement: Any = "lru"
+    state_snapshots: dict[str, Any] | None = None
     prefix_report_blocks: int = 0
     kv_eviction: dict[str, Any] | None = None
     kv_selection: dict[str, Any] | None = None
@@ -380,7 +384,8 @@ class EngineConfig:
         Raises:
           ConfigError: the patterns differ between the kv heads of a layer, and a setting knows whole layers only.
         """
-        refusals.check(self.used() | {refusals.BY_HEAD: len(patterns) > model.num_layers})
+        used = {refusals.BY_HEAD: len(patterns) > model.num_layers, refusals.RECURRENT: model.recurrent is not None}
+        refusals.check(self.used() | used)
         rotated = max(pattern.num_repositioned_sinks for pattern in patterns)
         return dataclasses.replace(
             self,

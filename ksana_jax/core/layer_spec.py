@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.core.recurrent import RecurrentSpec
 
 SinkLogits = Literal["learned", "zero"]
 QKNorm = Literal["head", "projection"]
@@ -264,12 +265,14 @@ class LayerSpec:
     """Specifies one layer: its attention, its MLP and its norms.
 
     residual_scale: factor of the outputs of attention and MLP when they are added to hidden states.
+    recurrent: what the layer computes instead of attention; None if it attends.
     """
 
     attention: AttentionSpec
     mlp: MLPSpec
     norms: NormSpec
     residual_scale: float = 1.0
+    recurrent: RecurrentSpec | None = None
 
 
 def layer_indices(given: Any) -> tuple[int, ...]:

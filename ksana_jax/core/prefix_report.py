@@ -13,6 +13,7 @@ CAUSES = {
     "diverged": "differs from an earlier prompt at token {position:,}: {here!r} here, {there!r} there",
     "evicted": "the cache had {num_known:,} until {evicted_for} {when}",
     "window": "{num_known:,} are known, but the cache has no more of layers with a window",
+    "state": "keys and values of {num_known:,} are cached, and a state of the recurrent layers after {num_states:,}",
     "not_read": "{num_known:,} are known, and were not read from disk: too slow, or no free block on the host",
     "salt": "{num_known:,} are cached for requests with another cache_salt",
     "adapter": "{num_known:,} are cached for another adapter",
@@ -30,6 +31,7 @@ class PrefixReport:
     num_by_tier: reused ones that later tokens attend to, {"device": 64, "host": 16}.
     position: the first token that differs from the nearest earlier prompt, if the cause is "diverged". here, there:
       both texts around it; lists of ids without a tokenizer.
+    num_states: tokens after which the last cached state of recurrent layers is, if the cause is "state".
     evicted_s: seconds since the first missing block was evicted; None if unknown. evicted_for: the request that needed
       its place; empty if none did.
     """
@@ -44,6 +46,7 @@ class PrefixReport:
     there: str = ""
     evicted_s: float | None = None
     evicted_for: str = ""
+    num_states: int = 0
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{count:,} from {tier}" for tier, count in self.num_by_tier.items() if tier != "device")

@@ -36,6 +36,8 @@ SETTINGS = (
     "shared_prefix_attention",
     "distributed",
     "disk_cache_dir",
+    "host_cache_bytes",
+    "kept_tokens",
 )
 # Names of properties that several settings, or only some values of one, share.
 ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
@@ -48,6 +50,7 @@ NO_FULL_LAYER = "patterns without a layer of full attention"
 BY_HEAD = "patterns that differ between the kv heads of a layer"
 HEADS_APART = "kv_eviction that frees the memory of single kv heads"
 SHARED_KV, OTHER_PATTERN = "layers that read another layer's keys and values", "another pattern than that layer's"
+RECURRENT = "a model with recurrent layers"
 LATENTS, READS_OUTPUTS = "a model with latents", "kv_eviction that reads the output matrix of each head"
 NO_LATENTS = "a model without latents"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
@@ -117,6 +120,16 @@ REFUSALS = (
     Refusal("data_parallel_size", "disk_cache_dir", "one engine writes the folder"),
     Refusal("disk_cache_dir", "distributed", "each process has the keys and values of its own heads only"),
     Refusal(HOST_EMBEDDING, "distributed", "each process would send the others its rows"),
+    Refusal(RECURRENT, "kv_eviction", "a cached prefix of evicted blocks has no state"),
+    Refusal(RECURRENT, "speculative_config", "the state after rejected draft tokens cannot be taken back"),
+    Refusal(RECURRENT, "tensor_parallel_size", "states are not divided among devices"),
+    Refusal(RECURRENT, "enable_lora", "adapters of recurrent layers are untested"),
+    Refusal(RECURRENT, "host_cache_bytes", "only the device has slots for states"),
+    Refusal(RECURRENT, "kv_full_precision_layers", "groups with recurrent layers are untested"),
+    Refusal(RECURRENT, WHOLE_BLOCKS, "groups with recurrent layers are untested"),
+    Refusal(RECURRENT, "kept_tokens", "a state does not tell which tokens it has kept", principle=True),
+    Refusal(RECURRENT, BY_HEAD, "recurrent layers have no heads with a pattern", principle=True),
+    Refusal(RECURRENT, "beam_width", "beams share blocks, and no state is kept inside of one"),
     Refusal("enable_lora", "tensor_parallel_size", "each device would need its part of every adapter"),
     Refusal("enable_lora", "data_parallel_size", "a request's adapter has a slot in one engine"),
     Refusal("enable_lora", "distributed", "adapters are in the memory of one process"),

@@ -22,6 +22,7 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.model_layout import with_heads_apart
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.prefix_reporter import PrefixReporter
+from ksana_jax.kv.state_snapshots import read_state_snapshots
 from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.methods.steering import steer
@@ -34,7 +35,7 @@ from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.executor import Executor
 from ksana_jax.scheduler.step.ladders import make_buckets
-from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, numbering
+from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, numbering, states
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def _scheduler(
         policy=config.policy,
         speculation=speculation,
         measure=_measurer(half.executor),
+        state_snapshots=read_state_snapshots(config.state_snapshots),
     )
 
 
@@ -213,6 +215,8 @@ def _builder(half: DeviceSetup, model: ModelConfig, buckets: Buckets | None) -> 
     residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
     if half.layout.sealed is not None:
         additions["full_blocks"] = functools.partial(full_blocks, config.block_size, config.num_blocks)
+    if half.layout.states is not None:
+        additions["states"] = states
     if config.enable_lora:
         additions["adapters"] = adapter_slots
     return BatchBuilder(

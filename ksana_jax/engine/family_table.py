@@ -56,7 +56,8 @@ def _positions(config: ModelConfig) -> str:
         part = rotated[0].partial_rotary_factor
         kinds.append("rope" if part == 1 or config.latent is not None else f"rope of {part:g} of a head")
         kinds += ["none in some layers"] * (len(rotated) < len(ropes))
-    return ", ".join([*kinds, *["latents"] * (config.latent is not None)])
+    kinds += ["latents"] * (config.latent is not None) + ["recurrent layers"] * (config.recurrent is not None)
+    return ", ".join(kinds)
 
 
 def table() -> str:

@@ -47,7 +47,8 @@ def footprint(llm: LLM, level: int) -> Footprint:
     """
     plan, shared = llm.memory_plan, capabilities().shares_host_memory
     replicas = len(llm.replicas.replicas) if shared else 1
-    pool, rest = plan.pool_bytes * plan.pool_copies, plan.weights_bytes + (plan.step_bytes or 0)
+    pool = (plan.pool_bytes + plan.state_bytes) * plan.pool_copies
+    rest = plan.weights_bytes + (plan.step_bytes or 0)
     asleep = plan.weights_bytes if shared and level == 1 else 0
     return Footprint(replicas * (rest + pool), replicas * asleep)
 
@@ -59,7 +60,8 @@ def resident_bytes(llm: LLM) -> dict[str, int]:
     kept, shared = asleep is not None and asleep.kept is not None, capabilities().shares_host_memory
     weights = plan.weights_bytes * (asleep is None or (kept and shared))
     on_host = plan.weights_bytes * llm.config.tensor_parallel_size * (kept and not shared)
-    return {"weights": weights, "pool": plan.pool_bytes * (asleep is None), "weights_on_host": on_host}
+    pool = (plan.pool_bytes + plan.state_bytes) * (asleep is None)
+    return {"weights": weights, "pool": pool, "weights_on_host": on_host}
 
 
 def check_room(llms: Sequence[LLM], num_bytes: int, level: int) -> None:

@@ -100,6 +100,8 @@ def _check(engine: Engine) -> None:
         problem = "distributed is set, and each process has the keys and values of its own heads only"
     elif (method := read_speculative(config.speculative_config)) is not None and method.has_model:
         problem = "speculative_config has a draft model, whose keys and values a session does not have"
+    elif engine.model.recurrent is not None:
+        problem = "the model has recurrent layers, whose states a session does not have"
     if problem is not None:
         raise SessionError(f"this engine saves and restores no sessions: {problem}")
 

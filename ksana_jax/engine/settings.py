@@ -16,6 +16,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.eviction.checking import check_priority
 from ksana_jax.kv.replacement import find_replacement_policy
 from ksana_jax.kv.selection import read_selection
+from ksana_jax.kv.state_snapshots import read_state_snapshots
 from ksana_jax.scheduler.policies import find_scheduling_policy
 from ksana_jax.scheduler.speculative import read_speculative
 from ksana_jax.scheduler.speculative.base import SpeculativeMethod
@@ -106,6 +107,7 @@ def check_policies(config: EngineConfig) -> EngineConfig:
         name = (eviction.measures or not eviction.head_by_head) and f"kv_eviction {type(eviction).__name__}"
         refusals.check(config.used() | {refusals.COMPARES_HEADS: name})
     read_selection(config.kv_selection)
+    read_state_snapshots(config.state_snapshots)
     method, most = read_speculative(config.speculative_config), config.max_num_batched_tokens
     if method is not None:
         refusals.check(config.used() | _used_by(method))

@@ -186,6 +186,8 @@ def _sleep(engine: Engine, level: int) -> None:
 def _vacate(engine: Engine) -> None:
     """Takes all blocks of the pool from the prefix cache; the host tier receives as many as it has room for."""
     device, pool = engine.memory.device, engine.memory.blocks
+    if engine.memory.states is not None:
+        engine.memory.states.clear()
     while pool.num_free < pool.num_blocks:
         device.release(device.allocate(min(pool.num_free + FLUSHED_AT_ONCE, pool.num_blocks)))
         engine.make_moves()

@@ -15,6 +15,8 @@ class Counters:
     saved, loaded, copied: blocks moved from the device to the host, back, and within the device.
     swapped_out, swapped_in: blocks of preempted rows among those saved and loaded.
     evicted: tokens evicted from running rows, of each group of layers.
+    snapshots, replaced_states: states of recurrent layers that were cached, and replaced.
+    key_tokens: prompt tokens whose keys and values were cached; more than hit_tokens if no state was cached there.
     """
 
     queried_tokens: int = 0
@@ -30,3 +32,6 @@ class Counters:
     swapped_out: int = 0
     swapped_in: int = 0
     evicted: int = 0
+    snapshots: int = 0
+    replaced_states: int = 0
+    key_tokens: int = 0

@@ -8,10 +8,13 @@ from collections.abc import Container, Sequence
 from ksana_jax.core import refusals
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import EXACT, OF_TOKENS, STATE, KVLayout, Leaf
 from ksana_jax.kv.model_layout import codec_name, layout_of
 from ksana_jax.kv.selection import read_selection
+from ksana_jax.kv.state_layout import state_layout
+from ksana_jax.kv.state_snapshots import read_state_snapshots
 
 
 def make_layout(
@@ -42,6 +45,9 @@ def make_layout(
         raw = layout_of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
         layout = _with_exact_layers(layout, exact, raw.leaf("kv"))
     _check_stored(model, config, layout)
+    if model.recurrent is not None:
+        [(_, dtype)] = find_codec(config.dtype).arrays(model.head_dim).values()
+        layout = dataclasses.replace(layout, states=state_layout(model, dtype, num_state_slots(config)))
     if selection is not None:
         refusals.check({"kv_selection": True, refusals.ALIBI: model.alibi is not None})
     return layout
@@ -81,6 +87,22 @@ def _with_exact_layers(layout: KVLayout, layers: Sequence[int], kv: Leaf) -> KVL
     )
     exact = Leaf(EXACT, (counts[0], *kv.shape[1:]), kv.dtype)
     return dataclasses.replace(layout, groups=tuple(groups), leaves=(*leaves, exact))
+
+
+def num_state_slots(config: EngineConfig) -> int:
+    """Returns the number of slots for states of recurrent layers.
+
+    Raises:
+      ConfigError: the setting has too few.
+    """
+    caching, rows = config.enable_prefix_caching, config.max_num_seqs
+    least = 2 * rows if caching else rows
+    if (given := read_state_snapshots(config.state_snapshots).num_slots) is None:
+        return 3 * rows if caching else rows
+    if given < least:
+        each = "two for each row with a prefix cache" if caching else "one for each row"
+        raise ConfigError(f"state_snapshots has num_slots {given}, max_num_seqs {rows} needs {least}, {each}")
+    return given
 
 
 def _check_stored(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> None:

@@ -23,6 +23,7 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import KVGroup
 from ksana_jax.kv.selection.base import SelectionMethod
+from ksana_jax.kv.state_layout import StateLayout
 from ksana_jax.kv.visible_range import VisibleRange
 
 # Types that a pool may store as unsigned integers of the same bits.
@@ -66,6 +67,7 @@ class KVLayout:
       selecting: layers in which they do.
       sealed: how blocks hold codes and exact tokens; None where a codec encodes each vector separately.
       sources: for each layer, or kv head of each layer, the one whose keys and values it reads; () if each has its own.
+      states: of recurrent layers, which no block holds; None without any.
     """
 
     groups: tuple[KVGroup, ...]
@@ -77,6 +79,7 @@ class KVLayout:
     selection: SelectionMethod | None = None
     selecting: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
+    states: StateLayout | None = None
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
         """Returns this layout under other patterns, with the same groups: each keeps what one of its layers needs."""
@@ -98,9 +101,11 @@ class KVLayout:
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Returns for each layer, or kv head of each layer, the group of the keys and values that it reads, and their
-        index there; of codes if they are."""
+        index there; of codes if they are. For a recurrent layer, 0 and its index among the states."""
         groups = [(g, group) for g, group in enumerate(self.groups) if not group.residual]
         found = {layer: (g, at) for g, group in groups for at, layer in enumerate(group.layers)}
+        if self.states is not None:
+            found |= {layer: (0, at) for at, layer in enumerate(self.states.layers)}
         return tuple(found[layer] for layer in self.sources or range(len(found)))
 
     @functools.cached_property

@@ -30,6 +30,7 @@ from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
+from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.kv.swap import Costs, Swap
 from ksana_jax.kv.tier import HOST, CacheListener
 
@@ -53,6 +54,7 @@ class KVMemory:
       prefixes: prefix cache; without `caching` nothing asks it.
       disk_reads: disk reads of waiting sequences; None without a disk and a host tier.
       swap: swapping of preempted sequences; None without a host tier. layout: contents of a block.
+      states: slots for states of recurrent layers; None without any.
       listeners: told of blocks that device and host cache, use and drop.
       num_blocks_by_origin: blocks that rows obtained, by origin, see `KVState`.
     """
@@ -90,6 +92,7 @@ class KVMemory:
             num_blocks, index, self._replacement, counters, moves=self.moves, host=self.host, write=write
         )
         self.blocks, self.disk_reads, self.swap = self.device.pool, None, None
+        self.states: StateSlots | None = None
         if self.host is not None:
             if self.disk is not None:
                 self.disk_reads = DiskReads(index, self.host, self.disk, self.clock, self._read_timeout_s)
@@ -116,8 +119,12 @@ class KVMemory:
         """Changes the visible positions and the scope of cache keys. Only while nothing runs or waits."""
         self.layout = layout
         self.index.set_scope(scope)
-        self.prefixes.set_layout(layout)
-        self.index.group_keys = [group.key for group in layout.groups]
+        groups = [*layout.groups, *([layout.states.group] if layout.states else [])]
+        if layout.states is not None and self.states is None:
+            slots, group = layout.states.num_slots, len(layout.groups)
+            self.states = StateSlots(slots, group, self.index, self._replacement, self.counters)
+        self.prefixes.set_layout(layout, self.states)
+        self.index.group_keys = [group.key for group in groups]
         for tier in (self.device, self.host):
             if tier is not None:
                 tier.set_leaves_first([group.live.window is None for group in layout.groups])

@@ -55,7 +55,8 @@ def layout_of(
     heads_apart, num_queries = len(seen) // model.num_layers, model.num_heads // model.num_kv_heads
     model = dataclasses.replace(model, num_kv_heads=model.num_kv_heads // heads_apart)
     used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
-    used |= {refusals.LATENTS: model.latent is not None}
+    used |= {refusals.LATENTS: model.latent is not None, refusals.RECURRENT: model.recurrent is not None}
+    refusals.check(used)
     if eviction is not None and eviction.reads_outputs:
         refusals.check(used | {refusals.READS_OUTPUTS: f"kv_eviction {type(eviction).__name__}"})
     if eviction is not None and eviction.low_codec:
@@ -67,7 +68,7 @@ def layout_of(
     assert isinstance(dtype, str)
     if dtype in LATENT_CODECS:
         _check_latent(model, dtype)
-    layers = sorted(set(sources))
+    layers = sorted(set(sources) - set(model.recurrent.layers if model.recurrent else ()))
     shares = None if eviction is None else _shares(eviction, seen, layers)
     groups = group_layers(seen, shares, layers, apart=eviction is not None and eviction.measures)
     num_layers, heads, sides = len(groups[0].layers), model.num_kv_heads, 2 if model.latent is None else 1

@@ -17,6 +17,8 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.prefix_index import Link, PrefixIndex
 from ksana_jax.kv.snapshots import Snapshots
 from ksana_jax.kv.state import HeldBlocks, KVState, Origin
+from ksana_jax.kv.state_layout import LIVE
+from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.kv.tier import DEVICE, HOST, Node
 from ksana_jax.kv.visible_range import VisibleRange
 
@@ -29,6 +31,8 @@ class Hit:
     awaits: a running row is computing the next block, or it is being read from disk: try again later.
     num_evicted: number of evicted tokens, [Gk] or 0. snapshot: True if a snapshot has these nodes.
     max_tokens: maximum of num_tokens, unless a snapshot has more.
+    state: snapshot of the recurrent layers after those tokens; None without such layers, or without a hit.
+    num_keys, num_states: leading tokens whose keys and values are cached, and tokens up to the last cached state.
     """
 
     nodes: list[Node] = dataclasses.field(default_factory=list)
@@ -40,6 +44,9 @@ class Hit:
     num_evicted: np.ndarray | int = 0
     snapshot: bool = False
     max_tokens: int = 0
+    state: Node | None = None
+    num_keys: int = 0
+    num_states: int = 0
 
     def allocated_until(self, block_size: int) -> int:
         """Sequence position of the token that will need new blocks."""
@@ -55,7 +62,8 @@ class PrefixCache:
         host; None without a disk.
 
     Attributes:
-      visible: positions that stay visible to later tokens, for each group of layers.
+      visible: positions that stay visible to later tokens, for each group of layers with blocks, and last for the
+        recurrent layers, if any.
       snapshots: of rows that evict tokens; None if none do.
       reporter: the `PrefixReporter` that explains hits; None without one.
     """
@@ -75,10 +83,17 @@ class PrefixCache:
         self._computing: dict[bytes, KVState] = {}
         self.snapshots: Snapshots | None = None
         self.reporter: Any = None
+        self._states: StateSlots | None = None
 
-    def set_layout(self, layout: KVLayout) -> None:
-        """Changes the visible positions and the evictions. Only while nothing runs or waits."""
-        self.visible = [group.live for group in layout.groups]
+    def set_layout(self, layout: KVLayout, states: StateSlots | None = None) -> None:
+        """Changes the visible positions and the evictions. Only while nothing runs or waits.
+
+        Args:
+          states: slots of recurrent layers; None without any.
+        """
+        self.visible, self._states = [group.live for group in layout.groups], states
+        if states is not None:
+            self.visible.append(LIVE)
         schedule = layout.eviction if self.enabled else None
         if schedule is None or schedule.method.needs_full_text:
             self.snapshots = None
@@ -101,14 +116,21 @@ class PrefixCache:
             hit.awaits = True
             return hit
         num_blocks = self._usable_of(found)
-        if num_blocks < limit:
+        if self._states is not None:
+            links = self._index.chain(token_ids, state.salt, state.links[0], limit)[num_blocks:limit]
+            hit.awaits = any(self._computing.get(key, state) is not state for key, _ in links)
+            if hit.awaits:
+                return hit
+            self._pin_state(hit, found, num_blocks)
+            found = found[:-1]
+        elif num_blocks < limit:
             key = self.link(state, token_ids, 0, num_blocks).key
             if self._computing.get(key, state) is not state:
                 hit.awaits = True
                 return hit
         if not num_blocks:
             return hit
-        for nodes, live in zip(found, self.visible, strict=True):
+        for nodes, live in zip(found, self.visible, strict=self._states is None):
             needed = self.needed(live, num_blocks)
             hit.starts += [size * depth for depth in needed]
             hit.nodes += [nodes[depth] for depth in needed]
@@ -116,6 +138,17 @@ class PrefixCache:
         hit.num_tokens = num_blocks * size
         self.pin_found(hit)
         return hit
+
+    def _pin_state(self, hit: Hit, found: list[list[Node]], num_blocks: int) -> None:
+        """Pins the state after the blocks of a hit, and records how far keys and states reach without each other."""
+        assert self._states is not None
+        *keys, states = found
+        size, stored = self._index.block_size, [[node.is_stored for node in nodes] for nodes in keys]
+        hit.num_keys = size * self.usable([np.array(have, bool) for have in stored], self.visible[:-1])
+        hit.num_states = size * max((node.depth + 1 for node in states if node.is_stored), default=0)
+        if num_blocks:
+            hit.state = states[num_blocks - 1]
+            self._states.share(hit.state.at[DEVICE])
 
     def pin_found(self, hit: Hit) -> None:
         """Pins the nodes of a hit where they are, and counts those to load."""
@@ -183,15 +216,16 @@ class PrefixCache:
         found = self._known(state, token_ids, (len(token_ids) - 1) // self._index.block_size)
         return self._usable_of(found) * self._index.block_size
 
-    def usable(self, there: Sequence[np.ndarray]) -> int:
+    def usable(self, there: Sequence[np.ndarray], visible: Sequence[VisibleRange] | None = None) -> int:
         """Length in blocks of the longest prefix for which every group has the blocks that later queries attend to.
 
         Args:
           there: [blocks] bool for each group of layers, whether the block is available.
+          visible: positions that stay visible in each of them; None takes those of all groups.
         """
-        count = min(map(len, there))
+        count, visible = min(map(len, there)), visible or self.visible
         while True:
-            of_each = [self._usable(live, have[:count]) for live, have in zip(self.visible, there, strict=True)]
+            of_each = [self._usable(live, have[:count]) for live, have in zip(visible, there, strict=True)]
             if min(of_each) == count:
                 return count
             count = min(of_each)
@@ -220,6 +254,9 @@ class PrefixCache:
         self._device.release(on_device)
         if self._host is not None:
             self._host.release(on_host)
+        if hit.state is not None:
+            assert self._states is not None
+            self._states.give_back(hit.state.at[DEVICE])
 
     def claim(self, state: KVState, hit: Hit, token_ids: np.ndarray) -> HeldBlocks:
         """Turns a pinned hit into device blocks, loading those on the host; the caller has made sure of room for them.
@@ -257,14 +294,23 @@ class PrefixCache:
         c = self._counters
         c.queried_tokens += num_tokens
         c.hit_tokens += hit.num_tokens
+        c.key_tokens += max(hit.num_tokens, hit.num_keys)
         c.hits_device += origins.count(Origin.HIT_DEVICE)
         c.hits_host += origins.count(Origin.HIT_HOST)
         c.hits_disk += origins.count(Origin.HIT_DISK)
 
     def expect(self, state: KVState, token_ids: np.ndarray) -> None:
         """Records that a starting sequence will compute all its full blocks, so that others can wait for them."""
-        state.num_expected = len(token_ids) // self._index.block_size
-        self._expect_next(state, token_ids)
+        if self._states is None:
+            state.num_expected = len(token_ids) // self._index.block_size
+            self._expect_next(state, token_ids)
+
+    def expect_state(self, state: KVState, token_ids: np.ndarray, num_blocks: int) -> None:
+        """Records that a sequence will cache its state after some blocks, so that others can wait for it."""
+        self.expect_no_more(state)
+        key = self.link(state, token_ids, 0, num_blocks - 1).key
+        if self._computing.setdefault(key, state) is state:
+            state.expects = key
 
     def _expect_next(self, state: KVState, token_ids: np.ndarray) -> None:
         """Records the first expected block that is not indexed yet: a sequence with the same tokens finds those before

@@ -98,7 +98,9 @@ class PrefixReporter:
         size, limit = self._index.block_size, hit.max_tokens // self._index.block_size
         cause = "partial_block" if limit == (len(token_ids) - 1) // size else "disabled"
         found: dict[str, Any] = {"cause": cause, "num_known": hit.num_tokens}
-        if hit.num_tokens // size < limit:
+        if hit.num_keys > hit.num_tokens:
+            found = {"cause": "state", "num_known": hit.num_keys, "num_states": hit.num_states}
+        elif hit.num_tokens // size < limit:
             found |= self._missing(state, token_ids, hit.num_tokens // size, limit)
         tiers = [o.label.removeprefix("hit ") for o, node in zip(origins, hit.nodes, strict=True) if not node.group]
         by_tier = {tier: tiers.count(tier) * size for tier in dict.fromkeys(tiers)}

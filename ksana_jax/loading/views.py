@@ -89,7 +89,8 @@ def sources_of(config: ModelConfig) -> list[WeightSource]:
     for path, shape in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_shape):
         layer = path[1].idx if path[0].name == "layers" else None
         plain = layer is not None and config.experts is not None and layer in config.experts.plain_layers
-        field, name = path[-1].name, family.name(path[-1].name, layer, config.norm_placement, plain)
+        recurrent = layer is not None and config.layers[layer].recurrent is not None
+        field, name = path[-1].name, family.name(path[-1].name, layer, config.norm_placement, plain, recurrent)
         if isinstance(name, View):
             assert layer is not None, "the fields of a view are a layer's"
             source = _part(field, name, config, shapes.layers[layer])

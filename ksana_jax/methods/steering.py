@@ -73,6 +73,8 @@ def check_steering(given: Any, model: ModelConfig) -> None:
         if (count := len(vector)) != model.d_model:
             raise ValueError(f"steering: vectors[{n}] has {count:,} numbers, hidden states have {model.d_model:,}")
     for n, heads in given.heads_off.items():
+        if model.layers[n].recurrent is not None:
+            raise ValueError(f"steering: heads_off has layer {n}, which is recurrent and has no heads")
         checks.require(*(checks.integer(f"steering: a head of heads_off[{n}]", one, 0, head) for one in heads))
 
 

@@ -20,6 +20,7 @@ from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind, unstated
+from ksana_jax.models.recurrent import recurrent_shapes
 from ksana_jax.models.weight import KEY, Weight, matrix, of_experts, vector
 
 # Number of random weights drawn at a time. Drawing needs six times the memory of its result on top of it, and is
@@ -31,6 +32,8 @@ OF_KEYS_AND_VALUES = ("w_k", "b_k", "k_norm", "k_proj_norm", "w_v", "b_v")
 ROUTER = {KEY: Weight("whole", "normal", quantises=False)}
 # Multiplied head by head, not through `linear`.
 OF_LATENTS = {KEY: Weight("rows", "normal", quantises=False)}
+# A few numbers for each channel.
+OF_CHANNELS = {KEY: Weight("rows", "normal", quantises=False)}
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -89,6 +92,21 @@ class LayerParams:
     kv_a_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [rank]
     w_uk: jax.Array | None = field(default=None, metadata=OF_LATENTS)  # [N*plain, rank]
     w_uv: jax.Array | None = field(default=None, metadata=OF_LATENTS)  # [N*value, rank]
+    # Recurrent layers, see `core.recurrent`, have w_in and w_conv instead of w_q, w_k and w_v. C: convolved channels.
+    w_in: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [3*D, D]
+    b_in: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [3*D]
+    w_conv: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [C, 1, kernel]
+    b_conv: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [C]
+    # Delta rules, see `DeltaRuleSpec`, have w_q, w_k and w_v, Hk heads of queries and of keys, and Hv of values.
+    w_decay: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv, D]
+    w_beta: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv, D]
+    w_out_gate: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv*value_dim, D]
+    log_decay: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", float32=True))  # [Hv]
+    b_decay: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", float32=True))  # [Hv]
+    w_conv_q: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
+    w_conv_k: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
+    w_conv_v: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hv*value_dim, 1, kernel]
+    delta_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [value_dim]
 
 
 @flax.struct.dataclass
@@ -187,7 +205,9 @@ def param_shapes(config: ModelConfig) -> Params:
     norm = (2, d) if norm_kind(config.norm).bias else (d,)
     layers: list[Any] = []
     for layer in config.layers:
-        shapes = attention_shapes(d, layer.attention) | mlp_kind(layer.mlp.kind).shapes(d, layer.mlp)
+        spec = layer.recurrent
+        mixer = attention_shapes(d, layer.attention) if spec is None else recurrent_shapes(d, spec)
+        shapes = mixer | mlp_kind(layer.mlp.kind).shapes(d, layer.mlp)
         if unknown := [name for name in shapes if name not in fields]:
             raise ConfigError(f"mlp {layer.mlp.kind!r} has {', '.join(unknown)}, for which LayerParams has no field")
         norms = dict.fromkeys(NORM_PLACEMENTS[layer.norms.placement], norm)

@@ -21,6 +21,7 @@ from ksana_jax.models.latents import project, values
 from ksana_jax.models.layers import Linear, linear, soft_capped
 from ksana_jax.models.operators import XLA_OPERATORS, Operators
 from ksana_jax.models.params import LayerParams, Params
+from ksana_jax.models.recurrent import Recur, from_the_start, mixer
 
 # attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state).
 # layer is a Python int, q and k are not yet rotated, and state is whatever travels from layer to layer.
@@ -77,18 +78,38 @@ def run_layers(
     specs: Sequence[LayerSpec],
     operators: Operators = XLA_OPERATORS,
     after_layer: Callable[[int, jax.Array], jax.Array] | None = None,
+    recur: Recur | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs layers, all or some of a network, on hidden states x [..., D]; arguments and results as in `forward`.
-    after_layer: changes the hidden states after a layer."""
+
+    Args:
+      after_layer: changes the hidden states after a layer.
+      recur: runs recurrent layers on states; None begins whole texts x [..., T, D].
+    """
     following = (*ps[1:], None)
     for index, (p, after, spec) in enumerate(zip(ps, following, specs, strict=True)):
         with jax.named_scope(f"layer{index}"):
             latent = spec.attention.latent
-            projected = operators.queries_keys_values(x, p, spec) if latent is None else project(x, p, spec, operators)
-            out, state = attend(index, *projected, state)
-            x = operators.after_attention(x, values(out, p, latent, operators) if latent else out, p, spec, after)
+            if spec.recurrent is not None:
+                out, state = recurred(x, p, index, recur or from_the_start(spec.recurrent), state, spec, operators)
+            else:
+                plain = latent is None
+                projected = operators.queries_keys_values(x, p, spec) if plain else project(x, p, spec, operators)
+                out, state = attend(index, *projected, state)
+                out = out if plain else values(out, p, latent, operators)
+            x = operators.after_attention(x, out, p, spec, after)
             x = x if after_layer is None else after_layer(index, x)
     return x, state
+
+
+@jax.named_scope("recurrent")
+def recurred(
+    x: jax.Array, p: LayerParams, index: int, recur: Recur, state: Any, spec: LayerSpec, operators: Operators
+) -> tuple[jax.Array, Any]:
+    """Returns the result of a recurrent layer before its output projection, and the state."""
+    assert spec.recurrent is not None
+    mix = mixer(p, spec.recurrent, operators.linear)
+    return recur(index, mix, operators.normed(x, p.attn_norm, spec.norms), state)
 
 
 def final_norm(params: Params, x: jax.Array, *, config: ModelConfig, operators: Operators = XLA_OPERATORS) -> jax.Array:

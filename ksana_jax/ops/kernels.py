@@ -186,7 +186,8 @@ def pool_of(cache: KVCache) -> contract.Pool:
 
 def _with_pool(cache: KVCache, pool: contract.Pool) -> KVCache:
     scales = {} if pool.scales is None else {"scale": pool.scales}
-    return KVCache(cache.leaves | {"kv": pool.kv} | scales, cache.codec)
+    leaves = cache.leaves | {"kv": pool.kv} | scales
+    return cache.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def kernel_pattern(pattern: PatternArrays) -> Pattern:

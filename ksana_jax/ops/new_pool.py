@@ -17,11 +17,13 @@ from ksana_jax.ops.sealed_pool import SealedCache
 
 
 def make_cache(layout: KVLayout, num_blocks: int, zeros: Callable[..., jax.Array] = jnp.zeros) -> KVCache:
-    """Creates an empty pool: zeros [num_blocks, *leaf.shape] for each leaf."""
+    """Creates an empty pool: zeros [num_blocks, *leaf.shape] for each leaf, and the slots of recurrent layers."""
     leaves = {leaf.name: zeros((num_blocks, *leaf.shape), leaf.dtype) for leaf in layout.leaves}
+    found = layout.states
+    states = {} if found is None else {x.name: zeros((found.num_slots, *x.shape), x.dtype) for x in found.leaves}
     if layout.sealed is not None:
         return SealedCache(leaves, layout.codec, layout.sealed, layout.block_size)
-    return KVCache(leaves, layout.codec)
+    return KVCache(leaves, layout.codec, states=states)
 
 
 def zeros_on(device: Any) -> Callable[..., jax.Array]:

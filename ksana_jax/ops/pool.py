@@ -24,19 +24,25 @@ class KVCache:
 
     leaves: arrays [M, ...] by name, see `kv.layout.Leaf`. On a CPU, integers hold the bits of the narrower float types.
     codec: how keys and values are encoded in them, see `KVLayout`.
+    states: the slots of recurrent layers, arrays [slots, ...] by name, see `kv.state_layout`; empty without any.
     """
 
     leaves: dict[str, jax.Array]
     codec: str = flax.struct.field(pytree_node=False)
+    states: dict[str, jax.Array] = flax.struct.field(default_factory=dict, kw_only=True)
 
     @property
     def kv(self) -> jax.Array:
         """Keys and values [M, L, X, K, B, H], or their codes; packed ones take less than H."""
         return self.leaves["kv"]
 
+    def with_leaves(self, leaves: dict[str, jax.Array]) -> KVCache:
+        """Returns the pool with other blocks."""
+        return self.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
+
     def with_kv(self, kv: jax.Array) -> KVCache:
         """Returns the pool with other keys and values."""
-        return KVCache(self.leaves | {"kv": kv}, self.codec)
+        return self.with_leaves(self.leaves | {"kv": kv})
 
     @property
     def num_blocks(self) -> int:
@@ -74,14 +80,14 @@ class KVCache:
             # Writes to a layer that a part does not have are dropped; a negative index would count from the end.
             of_codes = jnp.where(layer < num_exact, codes.kv.shape[1], layer - num_exact)
             exact, codes = exact.write(layer, slots, k, v), codes.write(of_codes, slots, k, v)
-            return KVCache(codes.leaves | {EXACT: exact.kv}, self.codec)
+            return self.with_leaves(codes.leaves | {EXACT: exact.kv})
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
         heads, leaves = jnp.arange(self.kv.shape[3]), dict(self.leaves)
         for index, x in enumerate((k, v)[: self.kv.shape[2]]):
             for name, part in find_codec(self.codec).encode(x, jnp).items():
                 at = leaves[name].at[block_ids[:, None], layer, index, heads, offsets]
                 leaves[name] = at.set(stored(part, leaves[name].dtype), mode="drop")
-        return KVCache(leaves, self.codec)
+        return self.with_leaves(leaves)
 
     def enter(self, layer: int, slots: jax.Array, text_positions: jax.Array) -> KVCache:
         """Initialises eviction data of tokens [T] at slots [T]: no attention received, text positions, one per slot."""
@@ -89,7 +95,7 @@ class KVCache:
         at = block_ids[:, None], layer, 0, jnp.arange(self.kv.shape[3]), offsets
         new = {SCORE: 0.0, TEXT_POSITION: text_positions[:, None], HIDDEN: False, LOW: 0}
         leaves = {name: leaf.at[at].set(new[name], mode="drop") for name, leaf in self.leaves.items() if name in new}
-        return KVCache(self.leaves | leaves, self.codec)
+        return self.with_leaves(self.leaves | leaves)
 
     def read(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads and decodes keys and values [..., K, P*B, H] of one layer from blocks [..., P]."""
@@ -125,7 +131,7 @@ class KVCache:
     def with_summaries(self, layer: int | jax.Array, block_ids: jax.Array, summaries: jax.Array) -> KVCache:
         """Stores the summaries [n, K, *summary_shape] of blocks [n] in one layer; drops blocks that do not exist."""
         leaf = self.leaves[SUMMARY].at[block_ids, layer, 0].set(summaries, mode="drop")
-        return KVCache(self.leaves | {SUMMARY: leaf}, self.codec)
+        return self.with_leaves(self.leaves | {SUMMARY: leaf})
 
     def decoded(self, parts: dict[str, jax.Array]) -> jax.Array:
         """Decodes parts of the codec's leaves to keys or values."""

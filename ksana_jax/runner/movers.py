@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -163,7 +164,8 @@ class BlockMover:
         if self._repeats > 1:
             leaves = {name: leaf.repeat(self._repeats, axis=1 + KV_HEADS) for name, leaf in leaves.items()}
         put = functools.partial(self._placement.from_host, memory_kind=self._staging)
-        data = self._pool.replace(leaves={name: put(leaf) for name, leaf in leaves.items()})  # pyright: ignore[reportAttributeAccessIssue]
+        blocks = {name: put(leaf) for name, leaf in leaves.items()}
+        data = self._pool.replace(leaves=blocks, states={})  # pyright: ignore[reportAttributeAccessIssue]
         # The compiled scatter refuses pinned memory.
         return data if self._staged is None else jax.device_put(data, self._on_device)
 
@@ -175,7 +177,7 @@ class BlockMover:
         return self._function("gather", size, _gathered, self._ids(size), donates=False)
 
     def _scatter(self, size: int) -> Callable:
-        data = jax.eval_shape(functools.partial(make_cache, self._pool_layout, size))
+        data = jax.eval_shape(functools.partial(make_cache, dataclasses.replace(self._pool_layout, states=None), size))
         return self._function("scatter", size, _scattered, self._ids(size), data)
 
     def _copy(self, size: int) -> Callable:
@@ -204,7 +206,7 @@ def lower_move(*arguments: Any, run: Callable, placement: Placement, donated: in
 
 def _gathered(cache: KVCache, ids: jax.Array) -> KVCache:
     leaves = {name: leaf[ids] for name, leaf in cache.leaves.items()}
-    return cache.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
+    return cache.replace(leaves=leaves, states={})  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _scattered(cache: KVCache, ids: jax.Array, data: KVCache) -> KVCache:

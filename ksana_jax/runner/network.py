@@ -26,6 +26,7 @@ from ksana_jax.ops.by_head import attend_by_head
 from ksana_jax.ops.implementations import PagedAttention
 from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.paged import PagedLayer, paged_attend
+from ksana_jax.ops.states import paged_recur
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.scheduler.step.types import StepArrays, fed
 from ksana_jax.sharding.placement import Placement
@@ -151,6 +152,8 @@ def through(ps, cache, x, of_group, angles, patterns, places, *, network: Networ
     attend = attends(layers, shape, network.num_repositioned_sinks, attention, network.features)
     operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)
     settings: dict[str, Any] = {"specs": [layer.spec for layer in layers[::each]], "operators": operators}
+    if layers[0].batch.states is not None:
+        settings["recur"] = paged_recur(layers)
     if (steering := layers[0].batch.steering) is not None:
         numbers = [layer // each for *_, layer in places[::each]]
         attend, settings["after_layer"] = steered(attend, steering, numbers, operators.of_heads, jnp)

@@ -38,6 +38,7 @@ from ksana_jax.runner.step_runs import LoweringInRuns, lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, lower_choice, settings_packing
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.runner.verification import VerificationKey, lower_trees, lower_verification
+from ksana_jax.scheduler.step.per_token import StateArrays
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 
@@ -56,6 +57,8 @@ def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
         arrays = arrays._replace(query_numbers=jax.ShapeDtypeStruct((groups, tokens), jnp.float32))
     if layout.sealed is not None:
         arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(layout.block_size))))
+    if layout.states is not None:
+        arrays = arrays._replace(states=StateArrays(ints((3, shape.num_tiles)), ints((2, tokens))))
     if shape.tree:
         arrays = arrays._replace(ancestors=ints((tokens,)))
     return arrays

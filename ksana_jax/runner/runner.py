@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ksana_jax.kv.moves import Moves
@@ -42,7 +43,7 @@ class Runner(ModelPrograms):
     def reset(self) -> None:
         """Reallocates the pool and the host's blocks; see `step.executor.Executor`."""
         num_blocks = self.cache.num_blocks
-        for leaf in self.cache.leaves.values():
+        for leaf in jax.tree.leaves(self.cache):
             leaf.delete()  # first: two may not fit
         self.cache, self._sampled, self._late = self.placement.pool(self.layout, num_blocks), None, None
         self.mover.reset()

@@ -43,7 +43,7 @@ def release(runner: Runner) -> None:
     runner.params, runner.cache = jax.tree.map(shape_of, (runner.params, pool))
     if runner.evictor is not None:
         runner.evictor.forget()
-    for leaf in pool.leaves.values():
+    for leaf in jax.tree.leaves(pool):
         leaf.delete()
 
 

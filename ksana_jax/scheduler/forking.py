@@ -32,11 +32,12 @@ def fork(
 
     Args:
       child: has at least one token more than are shared, and the shared ones equal the parent's.
-      num_computed: tokens to share; None shares all that the parent computed. Rows that evict share all or none.
+      num_computed: tokens to share; None shares all that the parent computed. Rows that evict share all or none, and
+        rows with states of recurrent layers none.
     """
     if eviction is not None and num_computed is None:
         eviction.evict_shared()
-    if parent.row is not None and (eviction is None or num_computed is None):
+    if parent.row is not None and (eviction is None or num_computed is None) and blocks.memory.states is None:
         count = int(blocks.rows.num_computed[parent.row]) if num_computed is None else num_computed
         child.kv.shared = share(blocks, parent.row, count)
         child.kv.share_index(parent.kv, count // blocks.memory.block_size)

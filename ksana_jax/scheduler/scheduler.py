@@ -16,6 +16,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import check_memory
 from ksana_jax.kv.prefix_index import Scope
+from ksana_jax.kv.state_snapshots.base import SnapshotPolicy
 from ksana_jax.scheduler.drafting import Drafting
 from ksana_jax.scheduler.forking import fork_prompts
 from ksana_jax.scheduler.policies import make_policy
@@ -25,6 +26,7 @@ from ksana_jax.scheduler.row_eviction import Measure, RowEviction
 from ksana_jax.scheduler.row_indexing import index_full
 from ksana_jax.scheduler.row_returns import return_invisible
 from ksana_jax.scheduler.row_sharing import swap_out
+from ksana_jax.scheduler.row_states import RowStates
 from ksana_jax.scheduler.running import Provision, Running, StepBudget
 from ksana_jax.scheduler.sequence import ONE, Rows, Sequence
 from ksana_jax.scheduler.speculative.speculation import Speculation
@@ -44,6 +46,7 @@ class Scheduler:
       policy: a key of SCHEDULING_POLICIES, or see `find_scheduling_policy`.
       speculation: drafts tokens for steps of decodes; None for none.
       measure: see `RowEviction`.
+      state_snapshots: where states of recurrent layers are cached; None caches none.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Scheduler:
         policy: Any = "fcfs",
         speculation: Speculation | None = None,
         measure: Measure = None,
+        state_snapshots: SnapshotPolicy | None = None,
     ):
         self.memory = memory
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -65,6 +69,7 @@ class Scheduler:
         self.query_tile, self.max_model_len = query_tile, max_model_len
         self.num_preemptions = 0
         self.speculation = speculation
+        self.state_snapshots = state_snapshots
         self._policy, self._measure = policy, measure
         self._make_books(layout, memory.index.scope)
 
@@ -95,7 +100,10 @@ class Scheduler:
         self.drafting = None
         if self.speculation is not None:
             self.drafting = Drafting(blocks, self.speculation, most_tokens)
-        self.admission = Admission(self.memory, self.queue, self.running, blocks, layout, most_tokens, self.eviction)
+        states = self.states = RowStates.of(self.rows, self.memory, self.state_snapshots)
+        self.admission = Admission(
+            self.memory, self.queue, self.running, blocks, layout, most_tokens, self.eviction, states
+        )
 
     @property
     def order(self) -> np.ndarray:
@@ -253,6 +261,8 @@ class Scheduler:
             self.drafting.keep_up(rows, self.order)
         if self.eviction is not None:
             self.eviction.evict(rows)
+        if self.states is not None:
+            self.states.advance(rows)
         # Blocks enter the prefix index, and forks share their leader's, before they are returned: see `settle`.
         if self.row_blocks.windowed and not self.memory.prefixes.enabled and not self.queue.leaders:
             return_invisible(self.row_blocks, rows)
@@ -295,6 +305,8 @@ class Scheduler:
             r.append(sampled, tokens)
         if self.memory.prefixes.enabled:
             index_full(self.row_blocks, rows)
+        if self.states is not None:
+            self.states.index()
         if self.queue.leaders:
             fork_prompts(self.queue, self.row_blocks, self.eviction, sampled)
         if self.row_blocks.windowed:
@@ -334,6 +346,8 @@ class Scheduler:
         r = self.rows
         if self.eviction is not None:
             self.eviction.leave(leaving, self._unsettled)
+        if self.states is not None:
+            self.states.leave(leaving)
         self.row_blocks.release(leaving)
         self.running.leave(leaving)
         for batch in self._unsettled:
@@ -357,5 +371,7 @@ class Scheduler:
         order, waiting = self.order.tolist(), [seq.kv for _, _, seq in self.waiting]
         owned = [self.rows.block_ids(row) for row in order] + [kv.shared.ids for kv in waiting if kv.shared]
         check_memory(self.memory, owned, [kv.swapped.ids for kv in waiting if kv.swapped])
+        if self.states is not None:
+            self.states.check()
         self.running.check(self.rows.alive)
         check_row_blocks(self.row_blocks, self.layout, self.blocks, order)

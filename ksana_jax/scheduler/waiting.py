@@ -17,6 +17,7 @@ from ksana_jax.kv.tier import DEVICE
 from ksana_jax.scheduler.policies import SchedulingPolicy
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_eviction import RowEviction
+from ksana_jax.scheduler.row_states import RowStates
 from ksana_jax.scheduler.running import Running, StepBudget
 from ksana_jax.scheduler.sequence import Sequence
 
@@ -103,6 +104,7 @@ class Admission:
     Args:
       layout: which positions stay visible to later tokens, in each group of layers.
       longest_chunk: maximum tokens of a step. eviction: from rows, and snapshots of them; None without.
+      states: of rows, in recurrent layers; None without.
     """
 
     memory: KVMemory
@@ -112,6 +114,7 @@ class Admission:
     layout: KVLayout
     longest_chunk: int
     eviction: RowEviction | None
+    states: RowStates | None = None
 
     def admit(self, budget: StepBudget, computing: np.ndarray) -> list[tuple[int, int]]:
         """Places waiting sequences in rows, in order, as long as the budget lasts.
@@ -238,4 +241,6 @@ class Admission:
         self.row_blocks.fill(row, seq, held, forked)
         if self.eviction is not None and self.eviction.snapshots is not None:
             self.eviction.snapshots.plan(row)
+        if self.states is not None:
+            self.states.place(row, hit.state if hit else None)
         return row

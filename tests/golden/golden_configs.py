@@ -2,6 +2,7 @@
 
 from base_config import BASE, without
 from latent_configs import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU
+from recurrent_configs import RECURRENT
 
 LLAMA = BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "head_dim": 16}
 MISTRAL = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "rope_theta": 10000.0}
@@ -350,4 +351,5 @@ CASES = {
     "youtu-latent-tied": YOUTU,
     "glm4_moe_lite-latent-experts": GLM4_MOE_LITE,
     "minicpm3-latent-rope-long-tied": MINICPM3,
+    **RECURRENT,
 }

@@ -10,6 +10,7 @@ import pytest
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.core.recurrent import DeltaRuleSpec, ShortConvSpec
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.families.mpt import alibi_slopes
@@ -203,6 +204,14 @@ EXPORTED = {
         LATENT,
         **{"family": "glm4_moe_lite", "mlp": "swiglu_experts", "d_ff": 12, "attention_scale": 0.25},
         experts=dataclasses.replace(SIGMOID, plain_layers=(0, 2), num_groups=1, groups_chosen=1, groups_by=1),
+    ),
+    "olmo_hybrid": dataclasses.replace(
+        TINY,
+        **{"family": "olmo_hybrid", "head_dim": 8, "qk_norm": "projection", "norm_placement": "after"},
+        recurrent=DeltaRuleSpec((0, 2), 2, 4, 8, 6, beta_factor=2.0, norm_placement="before"),
+    ),
+    "lfm2": dataclasses.replace(
+        TINY, family="lfm2", head_dim=8, qk_norm="head", recurrent=ShortConvSpec((0, 2), 4, bias=True)
     ),
     "mpt": dataclasses.replace(
         TINY,

@@ -31,13 +31,14 @@ NAMES = ("everything", "after", "parallel", "experts", "clamped", "latent", "den
 
 
 def test_the_models_of_these_tests_have_every_weight():
-    shapes = [param_shapes(CONFIGS[name]) for name in NAMES]
+    shapes = [param_shapes(CONFIGS[name]) for name in (*NAMES, "recurrent", "delta")]
     found = {name for s in shapes for name in (*weights_of(s.layers[0]), *weights_of(s))}
     assert found | JOINED == weight_fields().keys()
 
 
 def test_every_weight_has_a_name_in_some_family():
-    named = {field for family in FAMILIES.values() for field in (*family.layer_names, *family.top_names)}
+    families = FAMILIES.values()
+    named = {field for f in families for field in (*f.layer_names, *f.recurrent_names, *f.top_names)}
     assert weight_fields().keys() - JOINED == named
 
 

@@ -9,6 +9,7 @@ import pytest
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
+from ksana_jax.core.recurrent import DeltaRuleSpec, ShortConvSpec
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
 from ksana_jax.models.families.mpt import alibi_slopes
 from tests.models.hf_configs import ROPES
@@ -157,6 +158,12 @@ WRITABLE = [
         ),
     ),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
+    ModelConfig(
+        **{"family": "olmo_hybrid", "num_layers": 3, "rope": NO_ROPE, "norm_placement": "after"},
+        qk_norm="projection",
+        recurrent=DeltaRuleSpec((0, 2), 2, 4, 8, 6, 3, 2.0, norm_placement="before"),
+    ),
+    ModelConfig(family="lfm2", num_layers=3, recurrent=ShortConvSpec((0, 2), 4, bias=True), qk_norm="head"),
 ]
 
 
@@ -213,6 +220,7 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"rope": RopeConfig(partial_rotary_factor=0.5)}, "rope"),
         ({"rope": (RopeConfig(), RopeConfig(theta=5.0))}, "rope"),
         (LATENT, "latent LatentSpec"),
+        ({"recurrent": ShortConvSpec((0,))}, "recurrent ShortConvSpec"),
         ({**LATENT, "family": "youtu", "rope": LATENT_ROPE}, "attention_scale"),
         ({**LATENT, "family": "youtu", "num_layers": 2, "latent": None, "rope": LATENT_ROPE}, "latent None"),
         (

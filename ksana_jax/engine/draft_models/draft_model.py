@@ -95,6 +95,8 @@ def check(path: str, model: ModelConfig, context: ProposerContext) -> None:
       ConfigError: vocabularies differ.
     """
     name = f"speculative_config: draft model {path}"
+    if model.recurrent is not None:
+        raise ConfigError(f"{name} has recurrent layers, whose states after rejected tokens cannot be taken back")
     if model.vocab_size != context.vocab_size:
         raise ConfigError(
             f"{name}: it has a vocabulary of {model.vocab_size:,} ids, the target one of {context.vocab_size:,}"

@@ -24,6 +24,7 @@ from ksana_jax.models.families.gpt_neox import GPT_NEOX
 from ksana_jax.models.families.gpt_oss import GPT_OSS
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.granitemoe import GRANITEMOE
+from ksana_jax.models.families.lfm2 import LFM2
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_cla import LLAMA_CLA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
@@ -34,6 +35,7 @@ from ksana_jax.models.families.mixtral import MIXTRAL
 from ksana_jax.models.families.mpt import MPT
 from ksana_jax.models.families.olmo2 import OLMO2
 from ksana_jax.models.families.olmo3 import OLMO3
+from ksana_jax.models.families.olmo_hybrid import OLMO_HYBRID
 from ksana_jax.models.families.olmoe import OLMOE
 from ksana_jax.models.families.opt import OPT
 from ksana_jax.models.families.phi3 import PHI3
@@ -84,6 +86,8 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE_LITE,
         YOUTU,
         MINICPM3,
+        LFM2,
+        OLMO_HYBRID,
     )
 }
 

@@ -86,6 +86,7 @@ class Family:
         also views. A tuple names the tensors that are the rows of a weight, such as a norm's factors and bias.
       norm_names: by placement of norms, names that take the place of those in layer_names.
       plain_names: names that take the place of those in layer_names, in layers without experts among others.
+      recurrent_names: the same in recurrent layers.
       layer_prefix: what names of layers begin with; {} is the layer.
       renamed: what some versions of transformers write instead of the beginning of a name: regular expression, and the
         beginning that is used here.
@@ -112,6 +113,7 @@ class Family:
     layer_names: Mapping[str, Name] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
     norm_names: Mapping[str, Mapping[str, Name]] = dataclasses.field(default_factory=dict)
     plain_names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
+    recurrent_names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
     layer_prefix: str = "model.layers.{}."
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     buffers: str = BUFFERS
@@ -124,13 +126,18 @@ class Family:
     example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def name(
-        self, field: str, layer: int | None = None, placement: NormPlacement = "before", plain: bool = False
+        self,
+        field: str,
+        layer: int | None = None,
+        placement: NormPlacement = "before",
+        plain: bool = False,
+        recurrent: bool = False,
     ) -> Name:
         """Returns the Hugging Face name of a weight, the names of its rows, or its view.
 
         Args:
           field: of LayerParams if a layer is given, else of Params. placement: of the model's norms.
-          plain: True for a layer without experts among others.
+          plain: True for a layer without experts among others. recurrent: True for a recurrent layer.
 
         Raises:
           ConfigError: the family has no name for it.
@@ -138,6 +145,7 @@ class Family:
         names = self.top_names
         if layer is not None:
             names = {**self.layer_names, **self.norm_names.get(placement, {}), **(self.plain_names if plain else {})}
+            names |= self.recurrent_names if recurrent else {}
         if field not in names:
             raise ConfigError(f"family {self.model_type} names no tensor for weight {field}")
         name, prefix = names[field], "" if layer is None else self.layer_prefix.format(layer)

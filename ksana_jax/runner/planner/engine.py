@@ -34,6 +34,7 @@ class PoolPlan:
 
     step_bytes: arrays and buffers of the largest step; None unless requested, since it has to be compiled.
     pool_copies: pools that exist during a step: 2 on a device without donation.
+    state_bytes: of the pool of states of recurrent layers, which pool_bytes has not.
     """
 
     num_blocks: int
@@ -41,6 +42,7 @@ class PoolPlan:
     pool_bytes: int
     step_bytes: int | None = None
     pool_copies: int = 1
+    state_bytes: int = 0
 
 
 def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> PoolPlan:
@@ -58,6 +60,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     # Each of several devices has a smaller model. Sums over them are made in place.
     model, layout = local_model(model, num_devices), local_layout(layout, num_devices)
     block_bytes, copies = layout.block_bytes, 1 if capabilities().donates else 2
+    states = layout.states.nbytes if layout.states else 0
     given = {"packs": config.operators.linear == "packed", "num_devices": num_devices}
     weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, **given)
     if (method := read_speculative(config.speculative_config)) is not None:
@@ -70,13 +73,14 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     _check_host_memory(config.host_cache_bytes)
     of_host = num_devices // config.num_processes * config.data_parallel_size
     if config.num_blocks:
-        _check_pool(config.num_blocks, block_bytes, weights, copies, of_host)
-        return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes, None, copies)
+        _check_pool(config.num_blocks, block_bytes, states, weights, copies, of_host)
+        return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes, None, copies, states)
     wanted, step = config.max_num_seqs * layout.blocks_of(config.max_model_len, config.max_num_batched_tokens), None
     if config.memory_fraction is None:
-        affordable = config.memory_bytes // block_bytes
+        affordable = (config.memory_bytes - states) // block_bytes
         if affordable < 1:
-            raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
+            taken = f"a KV block takes {block_bytes:,} bytes" + _besides(states)
+            raise ConfigError(f"{taken}, memory_bytes is {config.memory_bytes:,}")
     else:
         largest = largest_shapes(make_buckets(config, platform_of()))
         measured = step_bytes(
@@ -95,25 +99,30 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
         )
         device, step = this_device(of_host), max(found.peak for found in measured)
         budget = int(device.memory_bytes * config.memory_fraction)
-        affordable = (budget - weights - step) // (block_bytes * copies)
+        affordable = (budget - weights - step - states * copies) // (block_bytes * copies)
         if affordable < 1:
             raise ConfigError(
                 f"memory_fraction {config.memory_fraction} of {byte_size(device.memory_bytes)} ({device.name}) is "
                 f"{byte_size(budget)}: weights take {byte_size(weights)}, a step {byte_size(step)}: "
-                f"no memory for a KV block of {block_bytes:,} bytes{_TWICE if copies > 1 else ''}"
+                f"no memory for a KV block of {block_bytes:,} bytes{_besides(states)}{_TWICE if copies > 1 else ''}"
             )
         if config.enable_prefix_caching:
             wanted = affordable
     num_blocks = min(wanted, affordable)
-    _check_pool(num_blocks, block_bytes, weights, copies, of_host)
-    return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step, copies)
+    _check_pool(num_blocks, block_bytes, states, weights, copies, of_host)
+    return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step, copies, states)
 
 
-def _check_pool(num_blocks: int, block_bytes: int, weights: int, copies: int, num_devices: int) -> None:
+def _besides(states: int) -> str:
+    """Returns what a message adds about the states of recurrent layers."""
+    return f" besides {byte_size(states)} for states (max_num_seqs, state_snapshots)" if states else ""
+
+
+def _check_pool(num_blocks: int, block_bytes: int, states: int, weights: int, copies: int, num_devices: int) -> None:
     found = capabilities()
     if not found.shares_host_memory and found.memory_bytes is None:
         return  # its size is unknown
-    device, pool = this_device(num_devices), num_blocks * block_bytes
+    device, pool = this_device(num_devices), num_blocks * block_bytes + states
     fits, memory = weights + pool * copies <= device.memory_bytes, f"has {byte_size(device.memory_bytes)}"
     if fits and found.shares_host_memory:  # a CPU's pool takes its memory later, when nothing could refuse it
         left = available_bytes() // num_devices
@@ -164,7 +173,8 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
     host = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
     peak = None
     if plan.step_bytes is not None:
-        peak = plan.weights_bytes + plan.pool_bytes * plan.pool_copies + plan.step_bytes
+        pools = plan.pool_bytes + plan.state_bytes
+        peak = plan.weights_bytes + pools * plan.pool_copies + plan.step_bytes
         if capabilities().shares_host_memory:
             # The peak is the process's: with Python, jax, compiled programs, and data in host memory.
             compiled = compiled_bytes(runner.programs)
@@ -172,7 +182,7 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
             peak = None if baseline is None else baseline + compiled + host + peak * runner.placement.num_local
     return {
         "weights": Compared(plan.weights_bytes, weights),
-        "pool": Compared(plan.pool_bytes, sum(map(_on_first, runner.cache.leaves.values()))),
+        "pool": Compared(plan.pool_bytes + plan.state_bytes, sum(map(_on_first, jax.tree.leaves(runner.cache)))),
         "step": Compared(plan.step_bytes, measured),
         "peak": Compared(peak, device_peak_bytes()),
     }

@@ -65,13 +65,18 @@ class Memory:
         # A block holds its tokens in the layers of one group.
         return -(-size * (batch * (blocks - shared) + shared + of_chunk) // self.layout.num_lasting_groups)
 
+    @property
+    def state(self) -> int:
+        """Bytes of a request's state in recurrent layers, whatever its context is; 0 without any."""
+        return self.layout.states.slot_bytes if self.layout.states else 0
+
     def width(self, context: int) -> int:
         """Returns the width of a block table in blocks."""
         return self.layout.table_width(context, self.request.max_num_batched_tokens)
 
     def total(self, batch: int, context: int) -> int:
         step = self.step.bytes(batch, self.width(context))
-        return self.weights + step + self.beta * self.tokens_held(batch, context)
+        return self.weights + step + self.state * batch + self.beta * self.tokens_held(batch, context)
 
     def max_batch(self, context: int) -> int:
         return largest(MAX_SEQS, lambda batch: self.total(batch, context) <= self.budget)
@@ -82,7 +87,7 @@ class Memory:
     def max_kv_tokens(self, batch: int, context: int) -> int:
         """Returns the tokens of the pool that fits the remaining memory, in whole blocks; with a block codec, in texts
         of `context` tokens."""
-        left = self.budget - self.weights - self.step.bytes(batch, self.width(context))
+        left = self.budget - self.weights - self.step.bytes(batch, self.width(context)) - self.state * batch
         block = self.request.block_size
         return max(int(left // (self.layout.bytes_per_token(context) * block)), 0) * block
 

@@ -83,7 +83,7 @@ def show(found: Plan, console: Console) -> None:
     rows = [
         ("M: weights", found.weights_bytes, asked.dtype + host),
         ("M: a step", found.step_bytes, "without requests"),
-        ("alpha BS", found.alpha_bytes_per_request * found.batch, f"{found.alpha_bytes_per_request:,} per request"),
+        ("alpha BS", found.alpha_bytes_per_request * found.batch, _per_request(found)),
         ("beta TN", kv, f"{found.kv_bytes_per_token:,} per token, {found.tokens_held:,} tokens in {asked.kv_dtype}"),
         ("total", found.total_bytes, "fits" if found.fits else f"{byte_size(too_much)} too much"),
     ]
@@ -134,6 +134,12 @@ def _figures(found) -> tuple[str, ...]:
         f"{found.max_batch:,}",
         context,
     )
+
+
+def _per_request(found: Plan) -> str:
+    said, state = f"{found.alpha_bytes_per_request:,} per request", found.state_bytes_per_request
+    tokens = state / found.kv_bytes_per_token
+    return said + (f", {state:,} of them states, as much as {tokens:,.1f} tokens" if state else "")
 
 
 def _requests(count: int) -> str:

@@ -43,6 +43,7 @@ class Plan:
 
     weights_bytes + step_bytes + alpha_bytes_per_request * batch + kv_bytes_per_token * tokens_held = total_bytes.
 
+    state_bytes_per_request: of recurrent layers, a part of alpha.
     host_bytes: weights in host memory. step_bytes: a step's arrays and buffers with no request in it.
     alpha_from: target that the step was compiled for. gamma: tokens_held / (batch * context).
     kv_bytes_per_token: with a block codec, of codes; tokens_held then counts an exact token as several codes.
@@ -65,6 +66,7 @@ class Plan:
     host_bytes: int
     step_bytes: int
     alpha_bytes_per_request: int
+    state_bytes_per_request: int
     alpha_from: str
     kv_bytes_per_token: int
     mean_bytes_per_token: float
@@ -156,7 +158,8 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
         weights_bytes=memory.weights,
         host_bytes=embedding_bytes(config, asked.dtype) if asked.embedding_device == "host" else 0,
         step_bytes=line.constant(width),
-        alpha_bytes_per_request=line.alpha(width),
+        alpha_bytes_per_request=line.alpha(width) + memory.state,
+        state_bytes_per_request=memory.state,
         alpha_from=step.target,
         kv_bytes_per_token=memory.beta,
         mean_bytes_per_token=memory.layout.bytes_per_token(context),

@@ -54,7 +54,7 @@ class BatchBuilder:
     min_saved_tokens: int = 256
     residual_groups: tuple[int, ...] | None = None
     acceptance: str = "sampled"
-    additions: Mapping[str, Callable[..., np.ndarray]] = dataclasses.field(default_factory=dict)
+    additions: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     steer: Any = None
     _last: LastDecodes | None = dataclasses.field(default=None, init=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
-from ksana_jax.scheduler.step.types import ScheduledBatch, StepShape, padded
+from ksana_jax.scheduler.step.types import Array, ScheduledBatch, StepShape, padded
 
 
-def numbering(method: EvictionMethod | SelectionMethod | None) -> dict[str, Callable[..., np.ndarray]]:
+def numbering(method: EvictionMethod | SelectionMethod | None) -> dict[str, Callable[..., Any]]:
     """Returns the entry of `BatchBuilder.additions` of a method that numbers queries; none for None."""
     return {} if method is None else {"query_numbers": functools.partial(query_numbers, method)}
 
@@ -46,6 +47,30 @@ def adapter_slots(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.
         if (seq := rows.seqs[row]) is not None and seq.adapter is not None:
             of_row[at] = seq.adapter.slots.used(seq.adapter.digest)
     return of_tokens(of_row, shape, batch, ends)
+
+
+class StateArrays(NamedTuple):
+    """The states of a step's texts in recurrent layers, as padded int32 arrays; R is the number of tiles, S.
+
+    of_texts: [3, R] the slots that each text's state is read from and written to, and the index in [0, T) of its last
+    token. A slot that does not exist, such as FAR, stands for zeros, and is not written to.
+    of_tokens: [2, T] index in [0, R) of each token's text, FAR for padding, and number of its tokens before it in the
+    step.
+    """
+
+    of_texts: Array
+    of_tokens: Array
+
+
+def states(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> StateArrays:
+    """Returns where the states of a step's texts are; ends as in `query_numbers`."""
+    of_texts, counts = np.full((3, shape.num_tiles), FAR, np.int32), batch.num_per_row
+    of_texts[2] = 0
+    of_texts[:, : len(ends)] = rows.state_from[batch.rows], rows.state_to[batch.rows], ends
+    nth, of_tokens_ = _nth(counts), np.zeros((2, shape.num_tokens), np.int32)
+    of_tokens_[0] = FAR
+    of_tokens_[:, np.repeat(ends + 1 - counts, counts) + nth] = np.repeat(np.arange(len(ends)), counts), nth
+    return StateArrays(of_texts, of_tokens_)
 
 
 def of_tokens(of_rows: np.ndarray, shape: StepShape, batch: ScheduledBatch, ends: np.ndarray) -> np.ndarray:

@@ -199,6 +199,7 @@ class StepArrays(NamedTuple):
       visible position. Tokens before the root are attended to as usual. None unless shape.tree.
     adapters: [T] slot of the token's adapter, -1 for none; None in an engine without adapters.
     steering: a `methods.steering.Steered`; None unless shape.steered.
+    states: a `per_token.StateArrays`; None in a model without recurrent layers.
     """
 
     tokens: Array
@@ -215,6 +216,7 @@ class StepArrays(NamedTuple):
     ancestors: Array | None = None
     adapters: Array | None = None
     steering: Any = None
+    states: Any = None
 
     def of_group(self, group: Array) -> StepArrays:
         """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""

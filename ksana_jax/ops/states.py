@@ -1,0 +1,26 @@
+"""States of recurrent layers in their pool: read for the texts of a step, and written after its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from ksana_jax.models.recurrent import Mix, Recur, TextTokens
+from ksana_jax.ops.paged import PagedLayer
+from ksana_jax.ops.pool import KVCache
+
+
+def paged_recur(layers: Sequence[PagedLayer]) -> Recur:
+    """Returns a `Recur` for some layers, which carries the KVCache."""
+
+    def recur(index: int, mix: Mix, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        layer = layers[index]
+        at, (source, target, last), (text, nth) = layer.at, *layer.batch.states
+        # A slot that does not exist stands for zeros, and is not written to.
+        before = {name: leaf.at[source, at].get(mode="fill", fill_value=0) for name, leaf in cache.states.items()}
+        out, after = mix(x, before, TextTokens(text, nth, last))
+        states = {name: leaf.at[target, at].set(after[name], mode="drop") for name, leaf in cache.states.items()}
+        return out, cache.replace(states=states)  # pyright: ignore[reportAttributeAccessIssue]
+
+    return recur
