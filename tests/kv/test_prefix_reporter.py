@@ -206,7 +206,7 @@ def test_reports_are_what_a_search_through_all_that_was_ever_cached_finds(most):
         mine = collections.Counter(filter(None, (world.happen() for _ in range(1500))))
         assert mine == world.reporter.num_requests
         seen += mine
-    assert set(seen) == set(CAUSES) - {"window", "not_read"} and min(seen.values()) > 1, seen
+    assert set(seen) == set(CAUSES) - {"window", "state", "not_read"} and min(seen.values()) > 1, seen
 
 
 def reported(memory: KVMemory, text):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ksana_jax.kv.eviction.base import EvictionMethod
+from typing import Any
 
 
-def problems_of(method: EvictionMethod) -> list[str]:
-    """Returns one sentence for each."""
+def problems_of(method: Any) -> list[str]:
+    """Returns one sentence for each; method: an `EvictionMethod`."""
     return [*_of_memory(method), *_of_low_codec(method)]
 
 
-def _of_memory(method: EvictionMethod) -> list[str]:
+def _of_memory(method: Any) -> list[str]:
     hides, found = method.hides, []
     if method.per_head and not (hides or method.measures):
         found.append('memory is "freed", but its heads keep different numbers of tokens: set it to "simulated"')
@@ -30,7 +27,7 @@ def _of_memory(method: EvictionMethod) -> list[str]:
     return found
 
 
-def _of_budgets(method: EvictionMethod) -> list[str]:
+def _of_budgets(method: Any) -> list[str]:
     found = []
     if not method.once:
         found.append(f"prompts is {method.prompts!r}, must be 'once': budgets are measured when a prompt is complete")
@@ -43,7 +40,7 @@ def _of_budgets(method: EvictionMethod) -> list[str]:
     return found
 
 
-def _of_low_codec(method: EvictionMethod) -> list[str]:
+def _of_low_codec(method: Any) -> list[str]:
     reasons = {
         "hides": 'memory "simulated" hides tokens',
         "merges": "it merges tokens",

@@ -12,7 +12,7 @@ from ksana_jax.lab.runs.config import plan
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "configs" / "experiment.schema.json"
-SHIPPED = [*experiments().values(), *(ROOT / "examples").rglob("*.yaml")]
+SHIPPED = [*experiments().values(), *(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples/keydiff").glob("*.yaml")]
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_hidden_tokens_give_the_text_that_evicted_ones_give(name):
         ({"method": "h2o", "memory": "none"}, "memory is 'none', must be"),
         ({"method": "h2o", "positions": "cache"} | SIMULATED, "hidden tokens keep their places"),
         ({"method": "keyformer"} | SIMULATED, "its logits depend on a token's place"),
-        ({"method": "adakv", "memory": "freed"}, "its heads keep different numbers of tokens"),
+        ({"method": "adakv", "of": {"method": "tova"}, "memory": "freed"}, "but TOVA compares KV heads"),
         ({"method": "adakv", "of": {"method": "h2o"}, "prompts": "streamed"}, "prompts is 'streamed', must be 'once'"),
         ({"method": "adakv", "alpha": 2}, "alpha is 2"),
         ({"method": "adakv", "layerwise": 0}, "layerwise is 0"),
