@@ -37,6 +37,7 @@ def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="runs the K-th of N parts of the tests that were chosen")
     parser.addoption("--shard-files", metavar="K/N", help="the same in whole files, whose tests share programs")
     parser.addoption("--shard-cases", metavar="K/N", help="of what is compiled for an absent GPU, the K-th of N parts")
+    parser.addoption("--drawn", metavar="K/N", help="of each parametrised test the first case, and the K-th of N parts")
     parser.addoption("--changed", action="store_true", help="leaves out long tests that no changed file can affect")
     parser.addoption("--device", help="runs the tests on another device: loopback, plugin, or `device` as JSON")
 
@@ -92,6 +93,11 @@ def pytest_collection_modifyitems(config, items):
     if shard := config.getoption("--shard"):
         config.hook.pytest_deselected(items=[item for item in items if not _is_of(item.nodeid, shard)])
         items[:] = [item for item in items if _is_of(item.nodeid, shard)]
+    if drawn := config.getoption("--drawn"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        kept = {*first.values(), *(item for item in items if _is_of(item.nodeid, drawn))}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     if DEVICE in os.environ:
         for item in items:
             if mark := item.get_closest_marker("cpu"):

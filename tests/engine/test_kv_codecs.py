@@ -112,7 +112,9 @@ def test_attention_multiplies_queries_and_results_instead_of_transformed_keys_an
     ("name", "settings"),
     [
         ("turboquant4", {"kv_eviction": {"method": "h2o", "budget": 20}}),
-        ("int3", {"kv_selection": {"method": "quest", "budget": 32, "full_layers": 0}}),
+        pytest.param(
+            "int3", {"kv_selection": {"method": "quest", "budget": 32, "full_layers": 0}}, marks=pytest.mark.soak
+        ),
         ("hadamard4", {"pattern": AttentionPattern(window=8, num_sinks=4, sink_position="cache")}),
     ],
 )

@@ -128,12 +128,12 @@ def with_biases():
     "settings",
     [
         {"kv_eviction": {"method": "h2o", "budget": 12, "prompts": "streamed"}, "kept_tokens": True},
-        {"kv_eviction": {"method": "snapkv", "budget": 12, "recent": 3}},
-        {"kv_selection": {"method": "quest", "budget": 8, "full_layers": 1}},
+        pytest.param({"kv_eviction": {"method": "snapkv", "budget": 12, "recent": 3}}, marks=pytest.mark.soak),
+        pytest.param({"kv_selection": {"method": "quest", "budget": 8, "full_layers": 1}}, marks=pytest.mark.soak),
         {"kv_cache_dtype": "int8", "enable_prefix_caching": True},
-        {"kv_cache_dtype": "kivi4"},
+        pytest.param({"kv_cache_dtype": "kivi4"}, marks=pytest.mark.soak),
         {"numerics": "invariant", "block_size": 16},
-        {"shared_prefix_attention": True, "enable_prefix_caching": True},
+        pytest.param({"shared_prefix_attention": True, "enable_prefix_caching": True}, marks=pytest.mark.soak),
     ],
     ids=str,
 )

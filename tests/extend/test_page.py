@@ -70,7 +70,8 @@ def test_a_selection_method_serves(mine, plain):
     assert generate(kv_selection={"method": "mine:MeanKey", "budget": 512})[0] == plain
 
 
-CODECS = ["mine:Nibbles", {"k": "mine:Channels", "v": "kivi4", "residual": 8}, {"k": "mine:Nibbles", "v": "int4"}]
+CODECS = ["mine:Nibbles", {"k": "mine:Channels", "v": "kivi4", "residual": 8}]
+CODECS += [pytest.param({"k": "mine:Nibbles", "v": "int4"}, marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize("dtype", CODECS, ids=str)

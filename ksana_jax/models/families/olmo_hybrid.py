@@ -48,6 +48,9 @@ def read_layers(fields: Fields) -> DeltaRuleSpec | None:
         fields.problem("layer_types", kinds, f"must list {' or '.join(KINDS)} for each of {num_layers} layers")
         return None
     sizes = [fields.integer(f"linear_num_{kind}_heads", most=MAX_HEADS) for kind in ("key", "value")]
+    if sizes[1] % max(sizes[0], 1):
+        fields.problem("linear_num_value_heads", sizes[1], f"must be a multiple of linear_num_key_heads {sizes[0]}")
+        return None
     sizes += [fields.integer(f"linear_{kind}_head_dim") for kind in ("key", "value")]
     return DeltaRuleSpec(
         tuple(layer for layer, kind in enumerate(kinds) if kind == KINDS[0]),
