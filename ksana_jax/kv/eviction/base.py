@@ -26,8 +26,7 @@ class Cached(NamedTuple):
     """The cached tokens of n rows in one group of layers, from which a method chooses; C slots, in text order.
 
     keys, values: [n, Lg, K, C, H]. Keys are rotated at their sequence positions, or not at all with positions "cache".
-    scores: [n, Lg, K, C] float32, attention weight that each token has received, or [n, Lg, K, C, X] with several
-      `EvictionMethod.num_scores`; None if the method observes none.
+    scores: [n, Lg, K, C] float32, attention that each token has received; [..., X] with `num_scores` X > 1; or None.
     text_positions: [n, Lg, K, C] int32; None unless the method asks for them.
     num_tokens: [n] tokens in the cache; slots beyond them are undefined.
     num_recent: [n] newest tokens that stay, whatever their priority.
