@@ -71,8 +71,8 @@ def drawn_eviction(
     if name not in PROMPTS and "memory" not in found and random.Random(str(found)).random() < 0.15:
         common = [field.name for field in dataclasses.fields(EvictionMethod) if field.name in found]
         return ("method", MERGING), *((key, found[key]) for key in common)
-    if name == "snapkv" and "memory" not in found and random.Random(str(found)).random() < 0.5:
-        found |= measured(found, block_size) | {"method": MEASURING}
+    if name in WINDOWED[:4] and "memory" not in found and random.Random(str(found)).random() < 0.4:
+        found, name = found | measured(found, block_size) | {"method": MEASURING}, "snapkv"
     found |= own.get(name, {})
     if name == "adakv" and inside != probing and random.Random(str(found)).random() < 0.5:
         found |= measured(found, block_size) | {"memory": "freed", "layerwise": False}
