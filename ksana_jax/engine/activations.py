@@ -74,7 +74,7 @@ def activations(
     if found := [name for name in (refusals.BRANCHES, *_APART) if used[name]]:
         raise ValueError(f"activations are read from blocks of single rows on one device, not with {', '.join(found)}")
     if model.recurrent is not None:
-        raise ValueError("activations are those of attention, and this model has recurrent layers")
+        raise ValueError("activations are recorded in attention layers, and this model has recurrent layers")
     if params.num_sequences > 1:
         raise ValueError("activations are those of one sequence: n must be 1, and beam_width 0 or 1")
     if eviction is not None and eviction.method.low_codec:

@@ -263,8 +263,10 @@ def build(
       resources: of each server, as Ray's options; None for one CPU.
       host: on which servers listen; None takes each node's address.
     """
-    # The same for each version of the application, or old servers would refuse a new ingress.
-    key = hashlib.sha256(f"servers of {settings.api_keys[0]}".encode()).hexdigest() if settings.api_keys else None
+    key = settings.server_api_key
+    if key is None and settings.api_keys:
+        # The same for each version of the application, or old servers would refuse a new ingress.
+        key = hashlib.sha256(f"servers of {settings.api_keys[0]}".encode()).hexdigest()
     least, most = replicas
     scaling: dict[str, Any] = {"num_replicas": least}
     if least < most:

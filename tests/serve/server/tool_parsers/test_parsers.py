@@ -110,11 +110,9 @@ def test_what_is_no_call_stays_text(name, text):
     assert in_pieces(AnswerParts(None, PARSERS[name], NAMES), text) == [text]
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", [name for name, parser in PARSERS.items() if parser.form is not None])
 def test_the_form_that_a_grammar_enforces_is_read_back(name):
     form = PARSERS[name].form
-    if form is None:
-        pytest.skip("not JSON")
     calls = [form.begin.replace(NAME, call.name) + call.arguments + form.end for call in (F, G)]
     text = form.before + form.between.join(calls) + form.after
     assert merged(AnswerParts(None, PARSERS[name], NAMES).feed(text, last=True)) == [F, G]
