@@ -30,6 +30,11 @@ hypothesis.settings.load_profile("repeatable")
 
 # The setting `device` as JSON, for a run of the tests on another device than the CPU.
 DEVICE = "KSANA_TEST_DEVICE"
+# Rooms whose tests compile steps: nine tenths of the time of all.
+TAKE_LONG = tuple(
+    f"tests/{room}/"
+    for room in ("engine", "lab/runs", "methods", "models", "pallas_kernels", "runner", "serve", "sharding", "training")
+)
 LEFT_OUT = pytest.StashKey[list[str]]()
 
 
@@ -37,7 +42,7 @@ def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="runs the K-th of N parts of the tests that were chosen")
     parser.addoption("--shard-files", metavar="K/N", help="the same in whole files, whose tests share programs")
     parser.addoption("--shard-cases", metavar="K/N", help="of what is compiled for an absent GPU, the K-th of N parts")
-    parser.addoption("--drawn", metavar="K/N", help="of each parametrised test the first case, and the K-th of N parts")
+    parser.addoption("--drawn", metavar="K/N", help="of the tests in rooms that take long, the K-th of N parts")
     parser.addoption("--changed", action="store_true", help="leaves out long tests that no changed file can affect")
     parser.addoption("--device", help="runs the tests on another device: loopback, plugin, or `device` as JSON")
 
@@ -94,10 +99,10 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if not _is_of(item.nodeid, shard)])
         items[:] = [item for item in items if _is_of(item.nodeid, shard)]
     if drawn := config.getoption("--drawn"):
-        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-        kept = {*first.values(), *(item for item in items if _is_of(item.nodeid, drawn))}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        left = [item for item in items if item.nodeid.startswith(TAKE_LONG) and not _is_of(item.nodeid, drawn)]
+        config.hook.pytest_deselected(items=left)
+        left_out = set(left)
+        items[:] = [item for item in items if item not in left_out]
     if DEVICE in os.environ:
         for item in items:
             if mark := item.get_closest_marker("cpu"):

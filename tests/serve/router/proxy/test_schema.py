@@ -67,7 +67,7 @@ def test_a_proxy_answers_as_its_server(urls, path, method, mode):
     @hypothesis.settings(max_examples=15, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
     def check(case):
         case.body = plain(case.body) if positive else case.body
-        own, passed = (case.call(base_url=url) for url in urls)
+        own, passed = (case.call(base_url=url, timeout=60) for url in urls)
         answered.append(passed.status_code)
         assert passed.status_code == own.status_code < 500
         assert passed.headers["content-type"] == own.headers["content-type"]
