@@ -1,6 +1,6 @@
 """Process 0 (driver) of several that divide a model: forwards every runner call to the worker processes.
 
-Each request goes out before process 0 starts on it, under one lock, so that all processes start the same programs in
+Each call goes out before process 0 starts on it, under one lock, so that all processes start the same programs in
 the same order; their collectives then find each other.
 """
 
@@ -9,29 +9,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
+
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.device_setup import DeviceSetup, Prepared
 from ksana_jax.engine.distributed.job import Job
-from ksana_jax.kv.moves import Evictions, Moves
+from ksana_jax.kv.moves import Moves
 from ksana_jax.loading.digest import digest_of_files
-from ksana_jax.methods.steering import Steered
-from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.runner import Runner
-from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.settings import SamplingArrays
-from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape, TileGroup
+from ksana_jax.scheduler.step.types import StepInput, StepOutput
 
-# Types of the messages between the processes of a job.
-OF_STEPS = (StepInput, StepArrays, SamplingArrays, Steered, StepShape, TileGroup, Drafts, Moves, Evictions)
-KINDS = (*OF_STEPS, LoopKey, AttentionPattern)
 # Settings that concern process 0 alone, such as functions and the places of processes.
 OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")
 
@@ -76,21 +72,21 @@ class Workers:
         """
         try:
             with self.job.lock:
-                prepared, num_blocks = self._prepare(prepare, config, patterns)
+                settings = {name: value for name, value in config.plain().items() if name not in OF_PROCESS_0}
+                prepared, num_blocks = self._prepare(prepare, settings, patterns)
                 self._send("load", num_blocks)
                 with self.job.waiting():
                     half = prepared.load(params, num_blocks, self._made, programs)
-                self.job.replies()
+                self.finished()
         except Exception:
             self.close()
             raise
         return half
 
     def _prepare(
-        self, prepare: Callable[[], Prepared], config: EngineConfig, patterns: Seq[AttentionPattern]
+        self, prepare: Callable[[], Prepared], settings: dict[str, Any], patterns: Seq[AttentionPattern]
     ) -> tuple[Prepared, int]:
         """Returns the prepared half of this process, and the number of blocks for which all have room."""
-        settings = {name: value for name, value in config.plain().items() if name not in OF_PROCESS_0}
         self._send("prepare", self.model, self.load_format, settings, list(patterns))
         prepared = problem = None
         try:
@@ -103,13 +99,7 @@ class Workers:
             raise problem
         own, num_blocks = facts(prepared, self.model, self.load_format), prepared.plan.num_blocks
         for peer, reply in replies:
-            if "error" in reply:
-                raise ConfigError(f"{peer}: {reply['error']}")
-            if not isinstance(reply.get("facts"), dict) or type(reply.get("num_blocks")) is not int:
-                raise ConfigError(f"{peer} does not say what it has prepared")
-            for name, value in own.items():
-                if (other := reply["facts"].get(name)) != value:
-                    raise ConfigError(f"{peer} has {name} {other}, process 0 has {value}")
+            check_equal(str(peer), reply, own)
             num_blocks = min(num_blocks, reply["num_blocks"])
         return prepared, num_blocks
 
@@ -137,10 +127,90 @@ class Workers:
             with self.job.together():
                 yield
 
+    def finished(self) -> None:
+        """Waits until the other processes have done the last call, of those that they confirm."""
+        self.job.replies()
+
     def close(self) -> None:
         """Frees the engine in the other processes."""
         with contextlib.suppress(Exception):  # the job has failed, which other calls report
             self._send("close")
+
+
+class SameCalls(Workers):
+    """The other processes of an SPMD program, for one engine: each makes the same calls, and digests are compared."""
+
+    def _prepare(
+        self, prepare: Callable[[], Prepared], settings: dict[str, Any], patterns: Seq[AttentionPattern]
+    ) -> tuple[Prepared, int]:
+        prepared = problem = None
+        try:
+            prepared = prepare()
+            own = facts(prepared, self.model, self.load_format) | settings | {"patterns": list(patterns)}
+            said = own | {"num_blocks": prepared.plan.num_blocks}
+        except Exception as error:
+            problem, own, said = error, {}, {"error": " ".join(str(error).split())}
+        everyone = self.job.agree(said)
+        if prepared is None:
+            assert problem is not None
+            raise problem
+        for index, other in enumerate(everyone):
+            check_equal(f"process {index}", other, own, f"process {self.job.setting.process_id}")
+        return prepared, min(other["num_blocks"] for other in everyone)
+
+    def _send(self, what: str, *rest: Any) -> None:
+        with self.job.lock, self.job.waiting():
+            first, *others = self.job.agree((what, self.number, digest(rest)))
+        for index, other in enumerate(others, 1):
+            if other != first:
+                self.job.fail(f"process {index} calls {_shown(other)}, process 0 {_shown(first)}: all make equal calls")
+        self.job.check()
+
+    def finished(self) -> None:
+        self.job.agree(None)
+
+    def close(self) -> None:
+        """Does nothing: each process frees its own."""
+
+
+def _shown(call: tuple[str, int, str]) -> str:
+    what, number, of = call
+    return f"{what} of engine {number} with inputs {of}"
+
+
+def check_equal(peer: str, said: dict[str, Any], own: dict[str, Any], whose: str = "process 0") -> None:
+    """Checks that another process has prepared the same engine.
+
+    Raises:
+      ConfigError: it could not, or differs.
+    """
+    if "error" in said:
+        raise ConfigError(f"{peer}: {said['error']}")
+    for name, value in own.items():
+        if (other := said.get(name)) != value:
+            raise ConfigError(f"{peer} has {name} {other}, {whose} has {value}")
+
+
+def digest(inputs: Any) -> str:
+    """Returns a digest of values and arrays, which is the same in all processes with equal ones."""
+    found = hashlib.sha256()
+
+    def add(x: Any) -> None:
+        if isinstance(x, np.ndarray):
+            found.update(f"{x.dtype.str}{x.shape}".encode() + x.tobytes())
+        elif isinstance(x, dict):
+            add(list(x.items()))
+        elif isinstance(x, (list, tuple)):
+            found.update(f"{type(x).__name__}{len(x)}".encode())
+            for part in x:
+                add(part)
+        elif dataclasses.is_dataclass(x):
+            add([(field.name, getattr(x, field.name)) for field in dataclasses.fields(x)])
+        else:
+            found.update(f"{type(x).__name__} {x}".encode())
+
+    add(inputs)
+    return found.hexdigest()[:12]
 
 
 def _closing(job: Job) -> collections.deque[int]:
@@ -199,7 +269,7 @@ class DriverRunner(Runner):
     def compile(self, keys: Seq[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
         with self.workers.doing("compile", list(keys), workers, table_width, moves):
             super().compile(keys, workers, table_width=table_width, moves=moves)
-            self.workers.job.replies()
+            self.workers.finished()
 
 
 def settings_of(given: dict[str, Any], job: Job) -> EngineConfig:

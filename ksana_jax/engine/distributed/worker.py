@@ -6,16 +6,17 @@ host tier of its own heads. It has no scheduler, no requests and no text.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any, NoReturn
 
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.config import EngineConfig
-from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.hosts_setting import HostsSetting
+from ksana_jax.core.errors import ConfigError, JobError
+from ksana_jax.core.hosts_setting import SPMD, HostsSetting
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.device_setup import Prepared, prepare
-from ksana_jax.engine.distributed.driver import KINDS, OF_PROCESS_0, facts, settings_of
+from ksana_jax.engine.distributed.driver import OF_PROCESS_0, facts, settings_of
 from ksana_jax.engine.distributed.job import Job, end_process, join
 from ksana_jax.kv.moves import Moves
 from ksana_jax.loading.load import open_model
@@ -23,12 +24,10 @@ from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepInput, StepOutput
 
 logger = logging.getLogger("ksana_jax")
-# Methods of an engine that process 0 calls.
-ASKED = frozenset({"load", "step", "loop", "move", "patterns", "reset", "compile"})
 
 
 def start(distributed: Any, device: Any = None, given: tuple[str, EngineConfig] | None = None) -> Job:
-    """Starts jax in all processes of a job; returns the job in process 0 alone.
+    """Starts jax in all processes of a job; returns the job in process 0, and in all of an SPMD program.
 
     Args:
       distributed, device: as in `EngineConfig`. given: model and settings of this process, which must equal
@@ -38,8 +37,8 @@ def start(distributed: Any, device: Any = None, given: tuple[str, EngineConfig] 
       SystemExit: this is another process, and process 0 has ended.
       ConfigError: the job cannot start; the message says why.
     """
-    job = join(distributed, device, KINDS)
-    if not job.leads:
+    job = join(distributed, device)
+    if not job.leads and not job.setting.spmd:
         serve_driver(job, given)
         raise SystemExit(0)
     return job
@@ -57,9 +56,11 @@ def serve(distributed: Any, model: str | None = None) -> None:
     setting = HostsSetting.read(distributed)
     if setting is None:
         raise ConfigError("distributed is not given: which processes are there, and which one is this?")
+    if setting == SPMD or (isinstance(setting, HostsSetting) and setting.spmd):
+        raise ConfigError("distributed is spmd: every process runs the program, and none is a worker")
     if isinstance(setting, HostsSetting) and setting.process_id == 0:
         raise ConfigError("process 0 leads: it is the one with the requests, such as ksana generate; others follow")
-    serve_driver(join(distributed, None, KINDS), model=model)
+    serve_driver(join(distributed, None), model=model)
 
 
 def serve_driver(job: Job, given: tuple[str, EngineConfig] | None = None, model: str | None = None) -> None:
@@ -82,8 +83,6 @@ def serve_driver(job: Job, given: tuple[str, EngineConfig] | None = None, model:
                     _prepare(engines, job, number, given, model, *rest)
                 elif what == "close":
                     engines.pop(number, None)
-                elif what not in ASKED:
-                    raise ValueError(f"process 0 asks for {what!r:.40}")
                 else:
                     getattr(engines[number], what)(*rest)
         except Exception as error:
@@ -94,7 +93,8 @@ def _fail(job: Job, error: Exception) -> NoReturn:
     line = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     logger.debug("a step failed", exc_info=error)
     job.wait_for_failure()
-    job.peers[0].channel.send({"failed": line}) if job.failure is None else None
+    with contextlib.suppress(JobError):
+        job.send({"failed": line})
     end_process(job.failure or f"process {job.setting.process_id} failed: {line}")
     raise AssertionError
 
@@ -108,7 +108,7 @@ def _prepare(
     except (ValueError, OSError, NotImplementedError) as error:
         job.send({"error": " ".join(str(error).split())})
     else:
-        job.send({"facts": engine.facts, "num_blocks": engine.prepared.plan.num_blocks})
+        job.send(engine.facts | {"num_blocks": engine.prepared.plan.num_blocks})
 
 
 def _check_given(given: tuple[str, EngineConfig] | None, model: str, settings: dict[str, Any]) -> None:

@@ -104,5 +104,20 @@ def running(model: str, address: str, process_id: str) -> None:
     say(several=tokens(several, MIXED), one=tokens(one, MIXED))
 
 
+def spmd(model: str, address: str, process_id: str, seed: str) -> None:
+    """An SPMD program, whose processes make the same calls, if their seeds of the last one are the same."""
+    import jax
+
+    jax.distributed.initialize(address, 2, int(process_id))
+    several = LLM(model, tensor_parallel_size=2, distributed="spmd", **SETTINGS)
+    one = LLM(model, **SETTINGS) if process_id == "0" else several
+    found = tokens(several, MIXED)
+    say(several=found, one=tokens(one, MIXED) if process_id == "0" else found)
+    try:
+        tokens(several, asked(temperature=1.0, seed=int(seed)))
+    except JobError as error:
+        say(error=str(error))
+
+
 if __name__ == "__main__":
-    {"everything": everything, "forever": forever, "running": running}[sys.argv[1]](*sys.argv[2:])
+    {"everything": everything, "forever": forever, "running": running, "spmd": spmd}[sys.argv[1]](*sys.argv[2:])
