@@ -77,7 +77,7 @@ COMMANDS = (
     (MODELS, quantizing.quantize, "quantize ksana-tiny --to q8_0", "use/models"),
     (SERVING, machine.plan, "plan --model llama-2-7b --device h200 --context 4096", "reference/commands"),
     (SERVING, serving.serve, "serve smollm2 max_num_seqs=8 --port 8001", "use/serving"),
-    (SERVING, routing.route, "route --spawn 4 ksana-tiny max_model_len=256", "use/proxy"),
+    (SERVING, routing.route, "route --servers 127.0.0.1:8001,127.0.0.1:8002", "use/proxy"),
     (DEBUGGING, machine.doctor, "doctor smollm2", "use/models"),
     (DEBUGGING, aligning.align, "align dtype=f32 dtype=bf16 --model ksana-tiny", "reference/commands"),
 )

@@ -35,7 +35,7 @@ GRACE_S = 3.0
 _LEAVE_S = 5.0
 # Arguments of jax.distributed.initialize. The job notices lost processes itself, and waits for paused ones: jax aborts
 # all processes, without a name, when a heartbeat is missing.
-_LIMITS = {"heartbeat_timeout_seconds": 10**6, "shutdown_timeout_seconds": 30}
+_LIMITS: dict[str, Any] = {"heartbeat_timeout_seconds": 10**6, "shutdown_timeout_seconds": 30}
 # Key of process 0's address in the store of jax.distributed, and how long others wait for it.
 _ADDRESS_KEY, _ADDRESS_MS = "ksana_jax/address", 300_000
 _lock = threading.Lock()
@@ -116,7 +116,7 @@ class Job:
             peer, message = self.messages.get()
             self.check()
             if isinstance(message, dict) and "bye" in message:
-                raise JobError(f"{peer} has ended its program, and process {self.setting.process_id} calls further steps")
+                raise JobError(f"{peer} has ended its program, and process {self.setting.process_id} calls more steps")
             found[peer.process_id] = (peer, message)
         return [found[peer.process_id] for peer in self.peers]
 

@@ -183,10 +183,6 @@ class Router:
             raise ConfigError(f"prefixes are configured for policy prefix_table, not {type(self.policy).__name__}")
         return self.policy
 
-    def num_requests(self, server: ServerId) -> int:
-        """Returns the number of unfinished requests that were sent to a server."""
-        return int(self.ledger.requests[self._numbers[server]])
-
     # ------------------------------------------------------------------ requests
 
     def choose(self, request: RoutedRequest, now: float, exclude: Collection[ServerId] = ()) -> ServerId:

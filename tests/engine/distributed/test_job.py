@@ -82,7 +82,7 @@ def test_other_calls_of_an_spmd_program_are_an_error_that_names_the_process(proc
 
 
 def test_a_process_that_ends_while_another_calls_is_named():
-    with pytest.raises(JobError, match=r"^process 0 \(other\) has ended its program, and process 1 calls further steps$"):
+    with pytest.raises(JobError, match=r"^process 0 \(other\) has ended its program, and process 1 calls more steps$"):
         same_calls(1, {"bye": True})._send("step")
 
 

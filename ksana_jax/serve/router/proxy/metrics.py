@@ -51,14 +51,6 @@ class _Metrics(Collector):
         error = abs(len(fleet.router.ledger.live) - carried)
         text = "requests in the ledger and not under way, or the reverse"
         yield self._gauge("ledger_unmatched", text, (), [(error,)])
-        own = [(s.name, s.own) for s in servers if s.own is not None]
-        errors = ((name, figures.ledger_error) for name, figures in own)
-        text = "requests that a server says it has, minus those in the ledger"
-        yield self._gauge("ledger_error", text, ("server",), errors)
-        said = [(name, state, getattr(figures, state)) for name, figures in own for state in ("running", "waiting")]
-        yield self._gauge("server_requests", "requests that a server says it has", ("server", "state"), said)
-        usage = ((name, figures.kv_usage) for name, figures in own if figures.kv_usage is not None)
-        yield self._gauge("server_kv_usage", "share of its KV pool that a server says is in use", ("server",), usage)
         states = ((s.name, state, float(fleet.state(s) == state)) for s in servers for state in STATES)
         yield self._gauge("server_state", "1 for the state that a server is in", ("server", "state"), states)
 
