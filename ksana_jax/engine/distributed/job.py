@@ -260,8 +260,8 @@ def join(given: Any, device: Any) -> Job:
             setting = _of_jax(setting == SPMD)
         peers = rendezvous.gather(setting) if setting.process_id == 0 else [rendezvous.reach(setting)]
         job = Job(setting, peers)
-        welcome = {"service": _free_address(setting.address[0]) if named else None, "device": device}
         if job.leads:
+            welcome = {"service": _free_address(setting.address[0]) if named else None, "device": device}
             job.send(welcome)
         else:
             [(leader, welcome)] = job.replies()

@@ -79,8 +79,7 @@ def everything(model: str, address: str) -> None:
 
 def forever(model: str, address: str) -> None:
     several = next(engines(model, address))
-    tokens(several, asked(temperature=0))
-    say(running=True)
+    say(running=True, several=tokens(several, asked(temperature=0)))
     while True:
         try:
             tokens(several, asked(temperature=0))

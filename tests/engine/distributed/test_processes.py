@@ -87,7 +87,7 @@ def test_two_processes_give_the_tokens_of_one(model):
 def test_a_killed_process_ends_the_job_within_ten_seconds(model, victim):
     with processes(*job("forever", model)) as both:
         leads, follows = both
-        assert json.loads(leads.stdout.readline()) == {"running": True}
+        assert json.loads(leads.stdout.readline())["running"]
         time.sleep(0.3)
         os.kill(both[victim].pid, signal.SIGKILL)
         began = time.monotonic()
