@@ -16,7 +16,6 @@ import numpy as np
 
 from ksana_jax.serve.router.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from ksana_jax.serve.router.request import Hash
-from ksana_jax.serve.router.runs import Holders
 
 # Seconds between searches for expired expected blocks.
 SWEEP_S = 1.0
@@ -105,7 +104,7 @@ class CacheIndex:
 
     def __init__(self, ttl_s: float = 120.0):
         self.ttl_s = ttl_s
-        self._holders = Holders()
+        self._holders: dict[Hash, int] = {}  # the servers that have a block, as bits
         self._slow: dict[Hash, int] = {}  # of those, servers that have the block on slower media only
         self._caches: list[_Cache] = []
         self._swept_s = -math.inf
@@ -120,8 +119,21 @@ class CacheIndex:
         self.num_blocks, self.capacity = np.append(self.num_blocks, 0.0), np.append(self.capacity, np.inf)
 
     def match(self, hashes: Sequence[Hash]) -> Match:
-        """Finds how many leading blocks of a prompt each server caches."""
-        return Match(self._holders.levels(hashes))
+        """Finds how many leading blocks of a prompt each server caches.
+
+        A server with a block is assumed to have the blocks before it, because caches evict ends first.
+        """
+        holders, known, found = self._holders, 0, []
+        all_servers = holders.get(hashes[0], 0) if hashes else 0
+        at = bisect.bisect_left(hashes, True, key=lambda block: block not in holders)
+        while at and known != all_servers:
+            servers = holders.get(hashes[at - 1], 0)
+            if more := servers & ~known:
+                found.append((at, more))
+                known |= more
+                all_servers |= more
+            at -= 1
+        return Match(found[::-1])
 
     def num_matched(self, server: int, hashes: Sequence[Hash]) -> int:
         """Returns how many leading blocks of a prompt one server caches, as `match` does."""
@@ -149,17 +161,15 @@ class CacheIndex:
     def expect(self, server: int, hashes: Sequence[Hash], now: float) -> None:
         """Records that a prompt is sent to a server, which will cache its blocks unless its events contradict."""
         cache, until = self._caches[server], now + self.ttl_s
-        expected, stored, new = cache.expected, cache.stored, []
+        expected, stored = cache.expected, cache.stored
         # The start of a text counts as most recent, so that its end is evicted first, and the rest is a prefix.
-        for back, found in enumerate(reversed(hashes), 1):
+        for found in reversed(hashes):
             if found in expected:
                 expected.move_to_end(found)
                 expected[found] = until
             elif found not in stored:
                 expected[found] = until
-                new.append(len(hashes) - back)
-        self._holders.settle(hashes)
-        self._holders.gain(1 << server, hashes, new[::-1])
+                self._holders[found] = self._holders.get(found, 0) | 1 << server
         self._fit(server)
 
     def sweep(self, now: float) -> None:
@@ -215,7 +225,7 @@ class CacheIndex:
                 cache.expected.pop(found, None)
                 media = cache.stored.setdefault(found, set())
                 media.add(event.medium)
-                self._holders.gain_one(bit, found)
+                self._holders[found] = self._holders.get(found, 0) | bit
                 self._set_slow(found, bit, DEVICE not in media)
         elif isinstance(event, BlockRemoved):
             for found in event.block_hashes:
@@ -251,4 +261,6 @@ class CacheIndex:
         if self._slow:
             for found in blocks:
                 self._set_slow(found, bit, False)
-        self._holders.lose(bit, blocks)
+        for found in blocks:
+            if servers := self._holders.pop(found) & ~bit:
+                self._holders[found] = servers

@@ -122,7 +122,7 @@ def test_a_match_is_that_of_a_search_block_by_block(sent, capacity, text):
         made.sweep(now)
         made.expect(server, names(prompt), now)
     for asked in (text, *(prompt + "ab" for _, prompt, _ in sent)):
-        there = [[made._holders.of(name) >> server & 1 for name in names(asked)] for server in range(12)]
+        there = [[made._holders.get(name, 0) >> server & 1 for name in names(asked)] for server in range(12)]
         expected = [(row + [0]).index(0) for row in there]
         match = made.match(names(asked))
         assert blocks(made, asked, 12) == expected == [match.of(server) for server in range(12)]
