@@ -28,7 +28,6 @@ from ksana_jax.cli import (
     studies,
     text,
     tracing,
-    worker,
 )
 from ksana_jax.core import processor
 from ksana_jax.core.compilation_cache import keep_compiled_steps
@@ -90,7 +89,6 @@ for panel, command, words, page in COMMANDS:
         epilog=groups.example(words, page),
     )(command)
 # Runs on the other hosts of a job.
-app.command(cls=groups.Command, hidden=True)(worker.worker)
 
 app.add_typer(listing.app, name="list", rich_help_panel=EXPERIMENTS)
 app.add_typer(simulating.app, name="simulate", rich_help_panel=SERVING)

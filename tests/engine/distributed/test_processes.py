@@ -51,11 +51,12 @@ def setting(address: str, process_id: int, **others) -> str:
     )
 
 
-def job(scenario, model, *more):
+def job(scenario, model, *own_model):
     """The commands of both processes."""
     address = f"127.0.0.1:{free_port()}"
-    leads = [sys.executable, "-m", "tests.engine.distributed.leader", scenario, str(model), address]
-    return leads, [sys.executable, "-m", "ksana_jax", "worker", "--distributed", setting(address, 1), *more]
+    program = [sys.executable, "-m", "tests.engine.distributed.leader"]
+    followed = ["follow", str(*(own_model or (model,))), address, *(["own"] if own_model else [])]
+    return [*program, scenario, str(model), address], [*program, *followed]
 
 
 def said(process, timeout=240) -> list[dict]:
@@ -107,7 +108,7 @@ def test_a_killed_process_ends_the_job_within_ten_seconds(model, victim):
 
 def test_a_process_that_lacks_the_model_is_named(model, tmp_path):
     (tmp_path / "other").mkdir()
-    with processes(*job("forever", model, "--model", str(tmp_path / "other"))) as (leads, follows):
+    with processes(*job("forever", model, tmp_path / "other")) as (leads, follows):
         _, err = leads.communicate(timeout=60)
         last = err.splitlines()[-1]
         assert last.startswith("ksana_jax.core.errors.ConfigError: process 1 (") and "config.json" in last
@@ -116,7 +117,7 @@ def test_a_process_that_lacks_the_model_is_named(model, tmp_path):
 
 def test_a_process_with_other_weights_is_named(model, tmp_path):
     other = write_model(tmp_path / "other", random_tensors(MODEL, seed=1), MODEL)
-    with processes(*job("forever", model, "--model", str(other))) as (leads, _):
+    with processes(*job("forever", model, other)) as (leads, _):
         _, err = leads.communicate(timeout=60)
         assert "has model files with the digest" in err.splitlines()[-1]
 

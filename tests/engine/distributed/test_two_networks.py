@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.engine.distributed.test_processes import ENVIRONMENT, MODEL, setting
+from tests.engine.distributed.test_processes import ENVIRONMENT, MODEL
 from tests.loading.models_on_disk import random_tensors, write_model
 
 pytestmark = [
@@ -55,7 +55,7 @@ def job(hosts, model, port):
     address = f"10.77.0.1:{port}"
     commands = (
         ["-m", "tests.engine.distributed.leader", "forever", str(model), address],
-        ["-m", "ksana_jax", "worker", "--distributed", setting(address, 1)],
+        ["-m", "tests.engine.distributed.leader", "follow", str(model), address],
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = [
