@@ -10,11 +10,11 @@ import bisect
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ksana_jax.serve.router.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from ksana_jax.serve.router.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from ksana_jax.serve.router.request import Hash
 
 # Seconds between searches for expired expected blocks.
@@ -85,7 +85,6 @@ class _Cache:
 
     expected: collections.OrderedDict[Hash, float] = dataclasses.field(default_factory=collections.OrderedDict)
     stored: dict[Hash, set[str]] = dataclasses.field(default_factory=dict)
-    next_batch: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -185,38 +184,18 @@ class CacheIndex:
             self.num_blocks[server] = cache.num_blocks
 
     def clear(self, server: int) -> None:
-        """Forgets all blocks of a server, and its place in the sequence of batches."""
+        """Forgets all blocks of a server."""
         cache = self._caches[server]
         self._drop(1 << server, (*cache.expected, *reversed(cache.stored)))  # ends first
         cache.expected.clear()
         cache.stored.clear()
-        cache.next_batch = None
         self.num_blocks[server] = 0
 
-    def apply(self, server: int, batch: EventBatch) -> range:
-        """Applies a batch of events.
-
-        Returns:
-          The numbers of the batches that are missing, empty if there are none. If some are, or if the server counts
-          from the start again, its blocks were forgotten first: ask it for a replay of all it still has.
-        """
-        cache, number = self._caches[server], batch.sequence
-        due = cache.next_batch or 0
-        if number != due:
-            self.clear(server)
-        missing = range(due if number > due else 0, number if number != due else 0)
-        cache.next_batch = batch.sequence + 1
-        for event in batch.events:
+    def apply(self, server: int, events: Iterable[Event]) -> None:
+        """Applies events of a server, in their order; a server begins with AllBlocksCleared, and what it has."""
+        for event in events:
             self._apply(server, event)
         self._fit(server)
-        return missing
-
-    def replay(self, server: int, batches: Sequence[EventBatch]) -> None:
-        """Rebuilds a server's blocks from the batches that it still has, up to the newest, in order."""
-        self.clear(server)
-        for batch in batches:
-            self._caches[server].next_batch = batch.sequence
-            self.apply(server, batch)
 
     def _apply(self, server: int, event: Event) -> None:
         cache, bit = self._caches[server], 1 << server
@@ -239,9 +218,7 @@ class CacheIndex:
                     del cache.stored[found]
                     self._drop(bit, (found,))
         elif isinstance(event, AllBlocksCleared):
-            next_batch = cache.next_batch
             self.clear(server)
-            cache.next_batch = next_batch
 
     def _fit(self, server: int) -> None:
         """Drops expected blocks that exceed a server's capacity, least recently sent first; counts its blocks."""

@@ -10,7 +10,6 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.serve.router import (
     BlockRemoved,
     BlockStored,
-    EventBatch,
     NoServer,
     Policy,
     Router,
@@ -56,15 +55,6 @@ def test_the_pace_of_prefill_is_measured():
     assert r.ledger.wait_s(1000.0)[0] == pytest.approx(2.0, rel=0.05)
 
 
-def test_a_report_adds_what_others_sent():
-    r = router("least_work", "ab")
-    r.report("a", queued_tokens=700, num_decoding=0)
-    assert {r.choose(request(n, 100), 0.0) for n in range(5)} == {"b"}
-    r.report("a", queued_tokens=0, num_decoding=0)
-    assert r.choose(request("next", 100), 0.0) == "a"
-    check_router(r)
-
-
 def test_least_work_counts_tokens():
     r = router("least_work", "ab")
     first = r.choose(request(0, 1000), 0.0)
@@ -90,9 +80,8 @@ def test_a_hit_in_host_memory_costs_a_copy():
 
     def choose(*events):
         r = router("min_ttft", "abc")
-        for number, (server, event) in enumerate(events):
-            sequence = sum(other == server for other, _ in events[:number])
-            r.events(server, EventBatch(sequence, [event]))
+        for server, event in events:
+            r.events(server, [event])
         server = r.choose(request(0, 1000, "abcdefgh"), 0.0)
         check_router(r)
         return server, r.ledger.work.sum()
