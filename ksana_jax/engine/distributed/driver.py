@@ -77,7 +77,7 @@ class Workers:
                 self._send("load", num_blocks)
                 with self.job.waiting():
                     half = prepared.load(params, num_blocks, self._made, programs)
-                self.finished()
+                self._everyone(None)
         except Exception:
             self.close()
             raise
@@ -91,17 +91,26 @@ class Workers:
         prepared = problem = None
         try:
             prepared = prepare()
+            said = facts(prepared, self.model, self.load_format) | settings | {"patterns": list(patterns)}
+            said["num_blocks"] = prepared.plan.num_blocks
         except Exception as error:
-            problem = error
-        replies = self.job.replies()
-        if prepared is None:
-            assert problem is not None
+            problem, said = error, {"error": " ".join(str(error).split())}
+        everyone = self._everyone(said)
+        if problem is not None:
             raise problem
-        own, num_blocks = facts(prepared, self.model, self.load_format), prepared.plan.num_blocks
-        for peer, reply in replies:
-            check_equal(str(peer), reply, own)
-            num_blocks = min(num_blocks, reply["num_blocks"])
-        return prepared, num_blocks
+        assert prepared is not None
+        for who, other in everyone:
+            if "error" in other:
+                raise ConfigError(f"{who}: {other['error']}")
+            for name, value in said.items():
+                if name != "num_blocks" and other[name] != value:
+                    own = self.job.setting.process_id
+                    raise ConfigError(f"{who} has {name} {other[name]}, process {own} has {value}")
+        return prepared, min(said["num_blocks"], *(other["num_blocks"] for _, other in everyone))
+
+    def _everyone(self, said: Any) -> list[tuple[str, Any]]:
+        """Returns the processes with what they say, after they have prepared, loaded or compiled."""
+        return [(str(peer), reply) for peer, reply in self.job.replies()]
 
     def _made(self, *args: Any, **settings: Any) -> DriverRunner:
         runner = DriverRunner(self, *args, **settings)
@@ -127,10 +136,6 @@ class Workers:
             with self.job.together():
                 yield
 
-    def finished(self) -> None:
-        """Waits until the other processes have done the last call, of those that they confirm."""
-        self.job.replies()
-
     def close(self) -> None:
         """Frees the engine in the other processes."""
         with contextlib.suppress(Exception):  # the job has failed, which other calls report
@@ -140,25 +145,9 @@ class Workers:
 class SameCalls(Workers):
     """The other processes of an SPMD program, for one engine: each makes the same calls, and digests are compared."""
 
-    def _prepare(
-        self, prepare: Callable[[], Prepared], settings: dict[str, Any], patterns: Seq[AttentionPattern]
-    ) -> tuple[Prepared, int]:
-        prepared = problem = None
-        try:
-            prepared = prepare()
-            own = facts(prepared, self.model, self.load_format) | settings | {"patterns": list(patterns)}
-            said = own | {"num_blocks": prepared.plan.num_blocks}
-        except Exception as error:
-            problem, own, said = error, {}, {"error": " ".join(str(error).split())}
-        everyone = self.job.agree(said)
-        if prepared is None:
-            assert problem is not None
-            raise problem
-        for index, other in enumerate(everyone):
-            check_equal(f"process {index}", other, own, f"process {self.job.setting.process_id}")
-        return prepared, min(other["num_blocks"] for other in everyone)
-
     def _send(self, what: str, *rest: Any) -> None:
+        if what == "prepare":
+            return  # settings are compared by their names
         with self.job.lock, self.job.waiting():
             first, *others = self.job.agree((what, self.number, digest(rest)))
         for index, other in enumerate(others, 1):
@@ -166,8 +155,8 @@ class SameCalls(Workers):
                 self.job.fail(f"process {index} calls {_shown(other)}, process 0 {_shown(first)}: all make equal calls")
         self.job.check()
 
-    def finished(self) -> None:
-        self.job.agree(None)
+    def _everyone(self, said: Any) -> list[tuple[str, Any]]:
+        return [(f"process {index}", other) for index, other in enumerate(self.job.agree(said))]
 
     def close(self) -> None:
         """Does nothing: each process frees its own."""
@@ -176,19 +165,6 @@ class SameCalls(Workers):
 def _shown(call: tuple[str, int, str]) -> str:
     what, number, of = call
     return f"{what} of engine {number} with inputs {of}"
-
-
-def check_equal(peer: str, said: dict[str, Any], own: dict[str, Any], whose: str = "process 0") -> None:
-    """Checks that another process has prepared the same engine.
-
-    Raises:
-      ConfigError: it could not, or differs.
-    """
-    if "error" in said:
-        raise ConfigError(f"{peer}: {said['error']}")
-    for name, value in own.items():
-        if (other := said.get(name)) != value:
-            raise ConfigError(f"{peer} has {name} {other}, {whose} has {value}")
 
 
 def digest(inputs: Any) -> str:
@@ -269,7 +245,7 @@ class DriverRunner(Runner):
     def compile(self, keys: Seq[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
         with self.workers.doing("compile", list(keys), workers, table_width, moves):
             super().compile(keys, workers, table_width=table_width, moves=moves)
-            self.workers.finished()
+            self.workers._everyone(None)
 
 
 def settings_of(given: dict[str, Any], job: Job) -> EngineConfig:

@@ -86,7 +86,8 @@ def _prepare(engines: dict[int, _Engine], job: Job, number: int, given: Any, mod
     except (ValueError, OSError, NotImplementedError) as error:
         job.send({"error": " ".join(str(error).split())})
     else:
-        job.send(engine.facts | {"num_blocks": engine.prepared.plan.num_blocks})
+        said = engine.facts | rest[1] | {"patterns": rest[2], "num_blocks": engine.prepared.plan.num_blocks}
+        job.send(said)
 
 
 def _check_given(given: tuple[str, EngineConfig] | None, settings: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """`GET /kv_events`: which blocks an engine's prefix cache holds, as a stream of server-sent events, for routers.
 
-The engine's thread records what its tiers cache and drop (`kv.tier.CacheListener`) and hands it over once per step, as a
-batch. A reader gets all blocks that are cached now as its first batch, which begins with AllBlocksCleared, and so does
-one that is 10,000 batches late. Names and fields follow vLLM's KV events, without token ids; block hashes are the keys of
-`kv.prefix_index`, in hexadecimal.
+The engine's thread records what its tiers cache and drop (`kv.tier.CacheListener`) and hands it over once per step, as
+a batch. A reader's first batch begins with AllBlocksCleared and has all blocks that are cached now; one that is 10,000
+batches late gets such a batch again. Names and fields follow vLLM's KV events, without token ids; block hashes are the
+keys of `kv.prefix_index`, in hexadecimal.
 
     event: cache    data: {"model": "9f...", "block_size": 16, "num_blocks": 512, "num_host_blocks": 0}
     data: {"events": [{"type": "BlockStored", "block_hashes": ["a1...", "b2..."], "parent_block_hash": null,
