@@ -6,7 +6,6 @@ the same order; their collectives then find each other.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -75,7 +74,7 @@ class Workers:
                 settings = {name: value for name, value in config.plain().items() if name not in OF_PROCESS_0}
                 prepared, num_blocks = self._prepare(prepare, settings, patterns)
                 self._send("load", num_blocks)
-                with self.job.waiting():
+                with self.job.together(collective=False):
                     half = prepared.load(params, num_blocks, self._made, programs)
                 self._everyone(None)
         except Exception:
@@ -114,14 +113,13 @@ class Workers:
 
     def _made(self, *args: Any, **settings: Any) -> DriverRunner:
         runner = DriverRunner(self, *args, **settings)
-        weakref.finalize(runner, _closing(self.job).append, self.number)
+        weakref.finalize(runner, self.job.closing.append, self.number)
         return runner
 
     def _send(self, what: str, *rest: Any) -> None:
         with self.job.lock:
-            closing = _closing(self.job)
-            while closing:
-                self.job.send(("close", closing.popleft()))
+            while self.job.closing:
+                self.job.send(("close", self.job.closing.popleft()))
             self.job.send((what, self.number, *rest))
 
     @contextlib.contextmanager
@@ -148,7 +146,7 @@ class SameCalls(Workers):
     def _send(self, what: str, *rest: Any) -> None:
         if what == "prepare":
             return  # settings are compared by their names
-        with self.job.lock, self.job.waiting():
+        with self.job.lock, self.job.together(collective=False):
             first, *others = self.job.agree((what, self.number, digest(rest)))
         for index, other in enumerate(others, 1):
             if other != first:
@@ -187,11 +185,6 @@ def digest(inputs: Any) -> str:
 
     add(inputs)
     return found.hexdigest()[:12]
-
-
-def _closing(job: Job) -> collections.deque[int]:
-    """Returns the engines to be closed before the next message: one may be collected in the middle of another."""
-    return job.__dict__.setdefault("closing", collections.deque())
 
 
 class DriverRunner(Runner):

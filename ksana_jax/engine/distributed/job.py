@@ -8,6 +8,7 @@ exception replaced by the reason, or, if it still waits, the process ends with t
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import os
@@ -51,6 +52,7 @@ class Job:
     Attributes:
       lock: held from sending something until this process has started it too, so that all have one order.
       failure: why the job has ended; None if it has not.
+      closing: engines to be closed before the next message: one may be collected in the middle of another.
       messages: arrived from peers, each with its peer. {"bye": True} is process 0's end, {"gone": True} a failure.
     """
 
@@ -62,6 +64,7 @@ class Job:
         self._waiting: dict[int, float] = {}  # thread: start of its wait for other processes
         self._leaving = False
         self._left: float | None = None  # when the process's exit began
+        self.closing: collections.deque[int] = collections.deque()
         self.messages: queue.SimpleQueue[tuple[Peer, Any]] = queue.SimpleQueue()
         for peer in peers:
             threading.Thread(target=self._listen, args=(peer,), daemon=True, name=f"ksana-{peer.process_id}").start()
@@ -166,8 +169,11 @@ class Job:
                 os._exit(1)  # what collectives have left behind keeps the process from ending
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def together(self, collective: bool = True) -> Iterator[None]:
         """Surrounds waits for other processes: this process ends if the job fails and the wait continues.
+
+        Args:
+          collective: whether the job has failed if this process fails in it.
 
         Raises:
           JobError: the job has failed.
@@ -177,34 +183,20 @@ class Job:
         self._waiting[thread] = time.monotonic()
         try:
             yield
-        except Exception as error:
-            if self.failure is not None and not isinstance(error, JobError):
-                raise JobError(self.failure) from error
+        except JobError:
             raise
-        finally:
-            self._waiting.pop(thread, None)
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Surrounds a collective action; if it fails in this process, the job has failed.
-
-        Raises:
-          JobError: the job has failed.
-        """
-        with self.waiting():
-            try:
-                yield
-            except JobError:
-                raise
-            except BaseException as error:
+        except BaseException as error:
+            if collective:
                 # A collective often fails before the connection is known to be broken.
                 if isinstance(error, Exception):
                     self.wait_for_failure()
                 line = " ".join(str(error).split())[:300]
                 self.fail(f"process {self.setting.process_id} failed in a step: {type(error).__name__}: {line}")
-                if isinstance(error, Exception):
-                    raise JobError(str(self.failure)) from error
-                raise
+            if self.failure is not None and isinstance(error, Exception):
+                raise JobError(self.failure) from error
+            raise
+        finally:
+            self._waiting.pop(thread, None)
 
     def _leave(self) -> None:
         """Ends this process's part of the job, at its exit; a forked child has none."""

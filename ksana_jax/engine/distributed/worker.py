@@ -58,7 +58,7 @@ def serve_driver(job: Job, given: tuple[str, EngineConfig] | None) -> None:
             end_process(str(job.failure))
         what, number, *rest = message
         try:
-            with job.waiting():
+            with job.together(collective=False):
                 if what == "prepare":
                     _prepare(engines, job, number, given, *rest)
                 elif what == "close":

@@ -65,15 +65,6 @@ class Ledger:
         # each, noise would decide between idle servers, and one of them would get everything.
         self._measured_s, self._expected_s, self._pace = 1.0, 1.0, 1.0
 
-    @property
-    def num_servers(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def pace(self) -> float:
-        """Measured over configured seconds of prefill."""
-        return self._pace
-
     def grow(self) -> None:
         """Adds a server."""
         for name in ("work", "front", "rows", "requests", "held", "since", "token_s"):

@@ -122,10 +122,6 @@ class Router:
         self._weights[self._numbers[server]] = weight
         self._refresh()
 
-    def drain(self, server: ServerId) -> None:
-        """Sends no more requests to a server; its running requests continue."""
-        self.set_weight(server, 0.0)
-
     def remove(self, server: ServerId, now: float) -> list[str]:
         """Removes a lost server and its cached blocks; returns the ids of the requests that end with it."""
         number = self._numbers[server]
