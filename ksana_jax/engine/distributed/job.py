@@ -236,12 +236,11 @@ def join(given: Any, device: Any) -> Job:
     """
     global _job
     with _lock:
+        setting = HostsSetting.read(given)
         if _job is not None:
-            setting = HostsSetting.read(given)
             if setting not in (_job.setting, SPMD if _job.setting.spmd else "auto"):
                 raise ConfigError(f"distributed is {setting}, this process has joined {_job.setting}: it joins one job")
             return _job
-        setting = HostsSetting.read(given)
         if named := isinstance(setting, HostsSetting):
             if jax.distributed.is_initialized() or xla_bridge.backends_are_initialized():
                 raise ConfigError(
@@ -258,11 +257,12 @@ def join(given: Any, device: Any) -> Job:
         else:
             [(leader, welcome)] = job.replies()
             if "refused" in welcome:
-                refused = f"process 0 at {leader.name} refused process {setting.process_id}"
-                raise ConfigError(f"{refused}: {welcome['refused']}")
+                raise ConfigError(f"{leader} refused process {setting.process_id}: {welcome['refused']}")
         with job.together():
             if named:
-                _start_jax(setting, welcome["service"])
+                own, service = (setting.num_processes, setting.process_id), welcome["service"]
+                detects = {"cluster_detection_method": "deactivate", "initialization_timeout": 60}
+                _initialize(service, *own, coordinator_bind_address=service, **detects)
             _connect_cpus(setting.address[0] if job.leads else rendezvous.own_address(peers[0]))
             use_device(welcome["device"])
             jax.devices()
@@ -273,17 +273,14 @@ def join(given: Any, device: Any) -> Job:
 def _free_address(host: str) -> str:
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family) as free:
-        return f"[{host}]:{free.getsockname()[1]}" if ":" in host else f"{host}:{free.getsockname()[1]}"
+        return f"{f'[{host}]' if ':' in host else host}:{free.getsockname()[1]}"
 
 
 def _of_jax(spmd: bool) -> HostsSetting:
-    """Returns a setting for the processes of jax.distributed, started by their launcher or before.
-
-    Process 0 listens on another port than jax's service.
-    """
+    """Returns a setting for the processes of jax.distributed, started by their launcher or before."""
     if not jax.distributed.is_initialized():
         try:
-            jax.distributed.initialize(**_LIMITS)
+            _initialize()
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"distributed is {SPMD if spmd else 'auto'}, and jax cannot start: no launcher that jax knows has "
@@ -300,16 +297,10 @@ def _of_jax(spmd: bool) -> HostsSetting:
     return HostsSetting(address, state.num_processes, state.process_id, spmd=spmd)
 
 
-def _start_jax(setting: HostsSetting, service: str) -> None:
-    jax.distributed.initialize(
-        service,
-        setting.num_processes,
-        setting.process_id,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=service,
-        initialization_timeout=60,
-        **_LIMITS,
-    )
+def _initialize(*where: Any, **settings: Any) -> None:
+    # Its preemption service would catch SIGTERM and do nothing.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(*where, **_LIMITS, **settings)
 
 
 def _connect_cpus(own_address: str) -> None:
