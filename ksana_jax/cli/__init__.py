@@ -28,7 +28,6 @@ from ksana_jax.cli import (
     studies,
     text,
     tracing,
-    worker,
 )
 from ksana_jax.core import processor
 from ksana_jax.core.compilation_cache import keep_compiled_steps
@@ -77,7 +76,7 @@ COMMANDS = (
     (MODELS, quantizing.quantize, "quantize ksana-tiny --to q8_0", "use/models"),
     (SERVING, machine.plan, "plan --model llama-2-7b --device h200 --context 4096", "reference/commands"),
     (SERVING, serving.serve, "serve smollm2 max_num_seqs=8 --port 8001", "use/serving"),
-    (SERVING, routing.route, "route --spawn 4 ksana-tiny max_model_len=256", "use/proxy"),
+    (SERVING, routing.route, "route --servers 127.0.0.1:8001,127.0.0.1:8002", "use/proxy"),
     (DEBUGGING, machine.doctor, "doctor smollm2", "use/models"),
     (DEBUGGING, aligning.align, "align dtype=f32 dtype=bf16 --model ksana-tiny", "reference/commands"),
 )
@@ -90,7 +89,6 @@ for panel, command, words, page in COMMANDS:
         epilog=groups.example(words, page),
     )(command)
 # Runs on the other hosts of a job.
-app.command(cls=groups.Command, hidden=True)(worker.worker)
 
 app.add_typer(listing.app, name="list", rich_help_panel=EXPERIMENTS)
 app.add_typer(simulating.app, name="simulate", rich_help_panel=SERVING)

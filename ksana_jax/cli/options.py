@@ -90,7 +90,7 @@ class TextOptions:
       device: platform to run on, such as cpu or npu, or as in YAML: '{platform: npu, plugin: PATH.so}'; None takes
         jax's choice.
       distributed: processes that divide the model: auto under Slurm or Open MPI, or as in YAML: '{coordinator_address:
-        10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana worker; None means one process.
+        10.0.0.1:1234, num_processes: 2, process_id: 0}', with each its process_id; None means one process.
     """
 
     temperature: float = 0.8

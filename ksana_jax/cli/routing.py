@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ from ksana_jax.serve.router.proxy.settings import ProxySettings, read_server
 from ksana_jax.serve.server.settings import read_api_keys
 
 DEFAULT_BLOCK_SIZE = 16
-MOST_SPAWNED = 10_000
 
 
 @takes_fields(
@@ -40,12 +38,9 @@ def route(
     ] = None,
     spawn: Annotated[
         str,
-        typer.Option(help="servers to start, and to start again when they end; on Ray also a range, such as 1-4"),
+        typer.Option(help="servers that Ray Serve starts, and starts again when they end: a number, or a range: 1-4"),
     ] = "0",
-    on: Annotated[
-        str, typer.Option(help="where to start them: this machine (local), or a Ray cluster (ray), by Ray Serve")
-    ] = "local",
-    ray_address: Annotated[str, typer.Option(help="with --on ray: HOST:PORT, auto or local")] = "auto",
+    ray_address: Annotated[str, typer.Option(help="with --spawn: HOST:PORT, auto or local")] = "auto",
     ray_resources: Annotated[
         str | None,
         typer.Option(help="each server's: '{num_cpus: 4, num_gpus: 1}'", show_default="1 CPU", metavar="YAML"),
@@ -55,7 +50,7 @@ def route(
     api_key_file: serving.Keys = None,
     admin_key_file: Annotated[
         Path | None,
-        typer.Option(help="keys for /servers, which drains and restarts", show_default="only from this machine"),
+        typer.Option(help="keys for /servers, which drains", show_default="only from this machine"),
     ] = None,
     server_api_key_file: Annotated[
         Path | None, typer.Option(help="the key for running servers", show_default="the client's own is passed on")
@@ -73,7 +68,7 @@ def route(
     ] = None,
     cache_ttl: Annotated[float, typer.Option(help="seconds for which what was sent is expected to be cached")] = 120.0,
 ) -> None:
-    """Sends each request to the server expected to answer it first; starts servers on request.
+    """Sends each request to the server expected to answer it first; Ray Serve starts servers on request.
 
     Passes requests and streams on unchanged, follows each server's load and prefix cache, tries another server as long
     as nothing was answered. SIGTERM or Ctrl-C lets requests under way end first.
@@ -88,7 +83,7 @@ def route(
         raise ImportError(f"ksana route needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
     from ksana_jax.serve.router import RouterSettings
     from ksana_jax.serve.router.proxy import running
-    from ksana_jax.serve.router.proxy.spawning import LOCALHOST, STOP_S, LocalLauncher, read_replicas, serve_command
+    from ksana_jax.serve.router.proxy.spawning import LOCALHOST, read_replicas
     from ksana_jax.tokenizers import load_tokenizer
 
     if model is not None and model.startswith("-"):
@@ -100,24 +95,16 @@ def route(
     least, most = (0, 0) if spawn == "0" else read_replicas(spawn)
     if bool(least) != (model is not None):
         raise ConfigError("--spawn needs a number of servers, from 1, and a model, such as --spawn 4 ksana-tiny")
-    if most > MOST_SPAWNED:
-        raise ConfigError(f"--spawn is {most:,}, must be at most {MOST_SPAWNED:,} servers")
     if bool(addresses) == bool(least):
         raise ConfigError("give either --servers with their addresses, or --spawn with a number and a model")
-    if on not in ("local", "ray"):
-        raise ConfigError(f"--on is {on!r}, must be local or ray")
-    if on == "local" and least < most:
-        raise ConfigError(f"--spawn is {spawn}: a number of servers that changes needs --on ray")
-    if (on == "local" or not least) and (ray_resources is not None or ray_address != "auto"):
+    if not least and (ray_resources is not None or ray_address != "auto"):
         option = "--ray-address" if ray_resources is None else "--ray-resources"
-        raise ConfigError(f"{option} needs --spawn and --on ray, which start servers on a Ray cluster")
+        raise ConfigError(f"{option} needs --spawn, which starts servers on a Ray cluster")
     given = engine_settings or []
     engine = {} if model is None else _engine_settings(model, given)
     if options["tokenizer"] is not None:
         load_tokenizer(options["tokenizer"])  # raises if there is none; the model's own may be absent
-    server_key = running.new_key() if least and on == "local" else None
-    if server_api_key_file is not None:
-        server_key = read_api_keys(server_api_key_file)[0]
+    server_key = None if server_api_key_file is None else read_api_keys(server_api_key_file)[0]
     settings = ProxySettings(
         **{**options, "tokenizer": options["tokenizer"] or model},
         api_keys=() if api_key_file is None else read_api_keys(api_key_file),
@@ -130,8 +117,7 @@ def route(
         pool_tokens=pool_tokens,
         ttl_s=cache_ttl,
     )
-    arguments = (model or "", given)
-    if on == "ray" and least:
+    if least:
         from ksana_jax.engine.distributed.ray_connection import connected
 
         with connected(ray_address):
@@ -139,16 +125,9 @@ def route(
 
             resources = read_setting("ray_resources", ray_resources)
             host = LOCALHOST if ray_address == "local" else None
-            application = on_ray_serve.build(*arguments, settings, router, (least, most), resources, host)
+            application = on_ray_serve.build(model or "", given, settings, router, (least, most), resources, host)
             return running.run(on_ray_serve.run(application, settings))
-    with contextlib.ExitStack() as stack:
-        launcher = None
-        if least:
-            key_file = stack.enter_context(running.key_file(server_key or ""))
-            command = serve_command(*arguments, key_file, settings.shutdown_timeout_s)
-            launcher = LocalLauncher(command, settings.shutdown_timeout_s + STOP_S, running.show)
-        running.run(running.route(settings, router, addresses, launcher, least))
-    return None
+    return running.run(running.route(settings, router, addresses))
 
 
 def _engine_settings(model: str, given: list[str]) -> dict[str, Any]:

@@ -267,7 +267,7 @@ class EngineConfig:
         {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`HostsSetting`), or
         "auto" under Slurm, Open MPI or another launcher that jax knows. tensor_parallel_size counts the devices of all;
         host_cache_bytes is per process. Process 0 has the requests; an `LLM` in another one computes for it
-        (`ksana worker`) and ends with it. It must come before jax's first use.
+        and ends with it. With "spmd", as auto, each makes the same calls.
     """
 
     dtype: str = "f32"

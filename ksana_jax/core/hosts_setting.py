@@ -10,7 +10,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import nearest
 
-AUTO = "auto"
+AUTO, SPMD = "auto", "spmd"
 MAX_PROCESSES = 1024
 
 
@@ -23,25 +23,27 @@ class HostsSetting:
       num_processes: of the job, at least 2; usually one on each host.
       process_id: of this one, in [0, num_processes).
       initialization_timeout: seconds to wait for the other processes.
+      spmd: every process makes the same calls; otherwise process 0 makes them, and the others compute its steps.
     """
 
     coordinator_address: str
     num_processes: int
     process_id: int
     initialization_timeout: float = 300.0
+    spmd: bool = False
 
     @classmethod
     def read(cls, given: Any) -> HostsSetting | str | None:
-        """Reads the setting: a mapping with the fields above, "auto" for the job of Slurm, Open MPI or another launcher
-        that jax knows, or None for one process.
+        """Reads the setting: a mapping with the fields above, "auto" or "spmd" for the processes of jax.distributed or
+        of a launcher that jax knows, such as Slurm or Open MPI, or None for one process.
 
         Raises:
           ConfigError: a field is unknown or missing, or a value cannot be.
         """
-        if given is None or given == AUTO:
+        if given is None or given in (AUTO, SPMD):
             return given
         if not isinstance(given, Mapping):
-            raise ConfigError(f"distributed is {given!r:.80}, must be auto or a mapping with a coordinator_address")
+            raise ConfigError(f"distributed is {given!r:.80}, must be auto, spmd or a mapping with coordinator_address")
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in given if name not in known]:
             close = nearest(str(unknown[0]), known, cutoff=0.0)
@@ -54,6 +56,7 @@ class HostsSetting:
         checks.require(
             checks.integer("distributed.num_processes", self.num_processes, 2, MAX_PROCESSES),
             checks.integer("distributed.process_id", self.process_id, 0),
+            checks.boolean("distributed.spmd", self.spmd),
             checks.number("distributed.initialization_timeout", self.initialization_timeout, above=0),
             error=ConfigError,
         )

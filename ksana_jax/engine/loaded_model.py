@@ -74,12 +74,12 @@ class LoadedModel(LLMFacts, Sleeps):
         pattern, tokenizer, self._given = settings.pop("pattern"), settings.pop("tokenizer"), given
         config, workers = engine_config(settings), None
         if config.distributed is not None:
-            from ksana_jax.engine.distributed.driver import Workers
+            from ksana_jax.engine.distributed.driver import SameCalls, Workers
             from ksana_jax.engine.distributed.worker import start
 
             job = start(config.distributed, config.device, (model, config))
             config = dataclasses.replace(config, distributed=dataclasses.asdict(job.setting))
-            workers = Workers(job, model, load_format)
+            workers = (SameCalls if job.setting.spmd else Workers)(job, model, load_format)
         use_device(config.device)
         before = resident_bytes()
         self.name, model_dir = model, model_path(model, weights=load_format != "dummy")

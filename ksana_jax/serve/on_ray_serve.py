@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import ray  # pyright: ignore[reportMissingImports]
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.serve import config  # pyright: ignore[reportMissingImports]
 from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
@@ -37,14 +38,15 @@ from ksana_jax.serve.router.proxy.spawning import (
     LOCALHOST,
     STOP_S,
     die_with_parent,
-    ended_with,
     free_port,
     read_replicas,
     serve_command,
+    why_ended,
 )
-from ksana_jax.serve.router.proxy.watching import read_figures
 
 LOOK_S = 0.2
+# Metrics of a server; one with several engines has a sample of each.
+REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 # Share of the KV pool in use above which one more server is asked for.
 FULL_POOL = 0.9
 HEALTH_S, HEALTH_TIMEOUT_S = 2.0, 10.0
@@ -103,15 +105,15 @@ class Server:
         """Raises RuntimeError once the process has ended; called by Serve, which then starts another replica."""
         if (code := self._process.poll()) is not None:
             self._reader.join(1.0)
-            raise RuntimeError(ended_with(code, self._last).why)
+            raise RuntimeError(why_ended(code, self._last))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the server's requests, and the share of its KV pool in use; called by Serve where it scales."""
         async with self._session.get(self._url + "/metrics") as got:
-            figures = read_figures(await got.text(), (0, 2**31), 0.0)
-        return (
-            {} if figures is None else {"requests": figures.running + figures.waiting, "pool": figures.kv_usage or 0.0}
-        )
+            families = text_string_to_metric_families(await got.text())
+        found = [(sample.name, sample.value) for family in families for sample in family.samples]
+        pools = [value for name, value in found if name == "vllm:kv_cache_usage_perc"]
+        return {"requests": sum(value for name, value in found if name in REQUESTS), "pool": max(pools, default=0.0)}
 
     def __del__(self) -> None:
         """Ends the server when its requests have ended, or by force; called by Serve, which has told the ingress."""

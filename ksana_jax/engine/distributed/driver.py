@@ -1,37 +1,32 @@
 """Process 0 (driver) of several that divide a model: forwards every runner call to the worker processes.
 
-Each request goes out before process 0 starts on it, under one lock, so that all processes start the same programs in
+Each call goes out before process 0 starts on it, under one lock, so that all processes start the same programs in
 the same order; their collectives then find each other.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
+
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.device_setup import DeviceSetup, Prepared
 from ksana_jax.engine.distributed.job import Job
-from ksana_jax.kv.moves import Evictions, Moves
+from ksana_jax.kv.moves import Moves
 from ksana_jax.loading.digest import digest_of_files
-from ksana_jax.methods.steering import Steered
-from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.runner import Runner
-from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.settings import SamplingArrays
-from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape, TileGroup
+from ksana_jax.scheduler.step.types import StepInput, StepOutput
 
-# Types of the messages between the processes of a job.
-OF_STEPS = (StepInput, StepArrays, SamplingArrays, Steered, StepShape, TileGroup, Drafts, Moves, Evictions)
-KINDS = (*OF_STEPS, LoopKey, AttentionPattern)
 # Settings that concern process 0 alone, such as functions and the places of processes.
 OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")
 
@@ -76,53 +71,55 @@ class Workers:
         """
         try:
             with self.job.lock:
-                prepared, num_blocks = self._prepare(prepare, config, patterns)
+                settings = {name: value for name, value in config.plain().items() if name not in OF_PROCESS_0}
+                prepared, num_blocks = self._prepare(prepare, settings, patterns)
                 self._send("load", num_blocks)
-                with self.job.waiting():
+                with self.job.together(collective=False):
                     half = prepared.load(params, num_blocks, self._made, programs)
-                self.job.replies()
+                self._everyone(None)
         except Exception:
             self.close()
             raise
         return half
 
     def _prepare(
-        self, prepare: Callable[[], Prepared], config: EngineConfig, patterns: Seq[AttentionPattern]
+        self, prepare: Callable[[], Prepared], settings: dict[str, Any], patterns: Seq[AttentionPattern]
     ) -> tuple[Prepared, int]:
         """Returns the prepared half of this process, and the number of blocks for which all have room."""
-        settings = {name: value for name, value in config.plain().items() if name not in OF_PROCESS_0}
         self._send("prepare", self.model, self.load_format, settings, list(patterns))
         prepared = problem = None
         try:
             prepared = prepare()
+            said = facts(prepared, self.model, self.load_format) | settings | {"patterns": list(patterns)}
+            said["num_blocks"] = prepared.plan.num_blocks
         except Exception as error:
-            problem = error
-        replies = self.job.replies()
-        if prepared is None:
-            assert problem is not None
+            problem, said = error, {"error": " ".join(str(error).split())}
+        everyone = self._everyone(said)
+        if problem is not None:
             raise problem
-        own, num_blocks = facts(prepared, self.model, self.load_format), prepared.plan.num_blocks
-        for peer, reply in replies:
-            if "error" in reply:
-                raise ConfigError(f"{peer}: {reply['error']}")
-            if not isinstance(reply.get("facts"), dict) or type(reply.get("num_blocks")) is not int:
-                raise ConfigError(f"{peer} does not say what it has prepared")
-            for name, value in own.items():
-                if (other := reply["facts"].get(name)) != value:
-                    raise ConfigError(f"{peer} has {name} {other}, process 0 has {value}")
-            num_blocks = min(num_blocks, reply["num_blocks"])
-        return prepared, num_blocks
+        assert prepared is not None
+        for who, other in everyone:
+            if "error" in other:
+                raise ConfigError(f"{who}: {other['error']}")
+            for name, value in said.items():
+                if name != "num_blocks" and other[name] != value:
+                    own = self.job.setting.process_id
+                    raise ConfigError(f"{who} has {name} {other[name]}, process {own} has {value}")
+        return prepared, min(said["num_blocks"], *(other["num_blocks"] for _, other in everyone))
+
+    def _everyone(self, said: Any) -> list[tuple[str, Any]]:
+        """Returns the processes with what they say, after they have prepared, loaded or compiled."""
+        return [(str(peer), reply) for peer, reply in self.job.replies()]
 
     def _made(self, *args: Any, **settings: Any) -> DriverRunner:
         runner = DriverRunner(self, *args, **settings)
-        weakref.finalize(runner, _closing(self.job).append, self.number)
+        weakref.finalize(runner, self.job.closing.append, self.number)
         return runner
 
     def _send(self, what: str, *rest: Any) -> None:
         with self.job.lock:
-            closing = _closing(self.job)
-            while closing:
-                self.job.send(("close", closing.popleft()))
+            while self.job.closing:
+                self.job.send(("close", self.job.closing.popleft()))
             self.job.send((what, self.number, *rest))
 
     @contextlib.contextmanager
@@ -143,9 +140,51 @@ class Workers:
             self._send("close")
 
 
-def _closing(job: Job) -> collections.deque[int]:
-    """Returns the engines to be closed before the next message: one may be collected in the middle of another."""
-    return job.__dict__.setdefault("closing", collections.deque())
+class SameCalls(Workers):
+    """The other processes of an SPMD program, for one engine: each makes the same calls, and digests are compared."""
+
+    def _send(self, what: str, *rest: Any) -> None:
+        if what == "prepare":
+            return  # settings are compared by their names
+        with self.job.lock, self.job.together(collective=False):
+            first, *others = self.job.agree((what, self.number, digest(rest)))
+        for index, other in enumerate(others, 1):
+            if other != first:
+                self.job.fail(f"process {index} calls {_shown(other)}, process 0 {_shown(first)}: all make equal calls")
+        self.job.check()
+
+    def _everyone(self, said: Any) -> list[tuple[str, Any]]:
+        return [(f"process {index}", other) for index, other in enumerate(self.job.agree(said))]
+
+    def close(self) -> None:
+        """Does nothing: each process frees its own."""
+
+
+def _shown(call: tuple[str, int, str]) -> str:
+    what, number, of = call
+    return f"{what} of engine {number} with inputs {of}"
+
+
+def digest(inputs: Any) -> str:
+    """Returns a digest of values and arrays, which is the same in all processes with equal ones."""
+    found = hashlib.sha256()
+
+    def add(x: Any) -> None:
+        if isinstance(x, np.ndarray):
+            found.update(f"{x.dtype.str}{x.shape}".encode() + x.tobytes())
+        elif isinstance(x, dict):
+            add(list(x.items()))
+        elif isinstance(x, (list, tuple)):
+            found.update(f"{type(x).__name__}{len(x)}".encode())
+            for part in x:
+                add(part)
+        elif dataclasses.is_dataclass(x):
+            add([(field.name, getattr(x, field.name)) for field in dataclasses.fields(x)])
+        else:
+            found.update(f"{type(x).__name__} {x}".encode())
+
+    add(inputs)
+    return found.hexdigest()[:12]
 
 
 class DriverRunner(Runner):
@@ -199,7 +238,7 @@ class DriverRunner(Runner):
     def compile(self, keys: Seq[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
         with self.workers.doing("compile", list(keys), workers, table_width, moves):
             super().compile(keys, workers, table_width=table_width, moves=moves)
-            self.workers.job.replies()
+            self.workers._everyone(None)
 
 
 def settings_of(given: dict[str, Any], job: Job) -> EngineConfig:

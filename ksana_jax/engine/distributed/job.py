@@ -8,29 +8,36 @@ exception replaced by the reason, or, if it still waits, the process ends with t
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
-import logging
+import ctypes
 import os
+import pickle
 import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from ksana_jax.core.errors import ConfigError, JobError, one_line
-from ksana_jax.core.hosts_setting import AUTO, HostsSetting
-from ksana_jax.devices.starting import use_device
-from ksana_jax.engine.distributed import rendezvous, service
-from ksana_jax.engine.distributed.rendezvous import Peer
-from ksana_jax.engine.distributed.wire import Closed, encoded
+import jax
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-logger = logging.getLogger("ksana_jax")
+from ksana_jax.core.errors import ConfigError, JobError, one_line
+from ksana_jax.core.hosts_setting import SPMD, HostsSetting
+from ksana_jax.devices.starting import use_device
+from ksana_jax.engine.distributed import rendezvous
+from ksana_jax.engine.distributed.rendezvous import Peer
+
 # Seconds for a collective to notice that the job has failed, and for a failed collective to learn why.
 GRACE_S = 3.0
 _LEAVE_S = 5.0
-# Key of process 0's address in the store of a jax.distributed that runs already, and how long others wait for it.
+# Arguments of jax.distributed.initialize. The job notices lost processes itself, and waits for paused ones: jax aborts
+# all processes, without a name, when a heartbeat is missing.
+_LIMITS: dict[str, Any] = {"heartbeat_timeout_seconds": 10**6, "shutdown_timeout_seconds": 30}
+# Key of process 0's address in the store of jax.distributed, and how long others wait for it.
 _ADDRESS_KEY, _ADDRESS_MS = "ksana_jax/address", 300_000
 _lock = threading.Lock()
 _job: Job | None = None
@@ -45,19 +52,19 @@ class Job:
     Attributes:
       lock: held from sending something until this process has started it too, so that all have one order.
       failure: why the job has ended; None if it has not.
-      started_jax: True if jax.distributed has been started for this job, and did not run before.
+      closing: engines to be closed before the next message: one may be collected in the middle of another.
+      messages: arrived from peers, each with its peer. {"bye": True} is process 0's end, {"gone": True} a failure.
     """
 
     def __init__(self, setting: HostsSetting, peers: list[Peer]):
         self.setting, self.peers, self._process = setting, peers, os.getpid()
-        self.lock = threading.RLock()
+        self.lock, self._sending = threading.RLock(), threading.Lock()
         self.failure: str | None = None
-        self.started_jax = False
-        self.service: Any = None  # the process of `service`, which ends when this one does
         self._failed, self._changing = threading.Event(), threading.Lock()
         self._waiting: dict[int, float] = {}  # thread: start of its wait for other processes
         self._leaving = False
         self._left: float | None = None  # when the process's exit began
+        self.closing: collections.deque[int] = collections.deque()
         self.messages: queue.SimpleQueue[tuple[Peer, Any]] = queue.SimpleQueue()
         for peer in peers:
             threading.Thread(target=self._listen, args=(peer,), daemon=True, name=f"ksana-{peer.process_id}").start()
@@ -71,25 +78,19 @@ class Job:
     def _listen(self, peer: Peer) -> None:
         while True:
             try:
-                message = self._checked(peer.channel.receive())
-            except Closed as error:
+                message = peer.connection.recv()
+            except Exception as error:  # of the connection, or of what it brought
                 if not self._leaving:
-                    self.fail(f"{peer} is gone: {error}")
+                    self.fail(f"{peer} is gone: {str(error) or 'the connection was closed'}")
+                    if not (self.leads or self.setting.spmd):
+                        end_process(str(self.failure))  # now: jax aborts processes whose service has gone
                     self.messages.put((peer, {"gone": True}))
                 return
             if isinstance(message, dict) and "failed" in message:
-                self.fail(f"{peer} failed: {' '.join(str(message['failed']).split())[:500]}")
-            self.messages.put((peer, message))
+                self.fail(f"{peer} failed: {message['failed']}")
             if isinstance(message, dict) and "bye" in message:
                 self._leaving = True
-
-    def _checked(self, message: Any) -> Any:
-        """Returns a message that has a known form: names with values, or, of process 0, what to do with an engine."""
-        named = isinstance(message, dict) and all(isinstance(name, str) for name in message)
-        asked = isinstance(message, tuple) and [type(part) for part in message[:2]] == [str, int]
-        if not named and (self.leads or not asked):
-            raise Closed("what arrived is no message")
-        return message
+            self.messages.put((peer, message))
 
     def send(self, message: Any) -> None:
         """Sends a message to all peers; a broken connection fails the job.
@@ -98,28 +99,42 @@ class Job:
           JobError: the job has failed.
         """
         self.check()
-        if not self.peers:
-            return
-        pieces = encoded(message, self.peers[0].channel.kinds)
-        for peer in self.peers:
-            try:
-                peer.channel.send_pieces(pieces)
-            except Closed as error:
-                self.fail(f"{peer} is gone: {error}")
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            for peer in self.peers:
+                try:
+                    peer.connection.send_bytes(data)
+                except OSError as error:
+                    self.fail(f"{peer} is gone: {error}")
         self.check()
 
     def replies(self) -> list[tuple[Peer, Any]]:
         """Waits for one message of each peer.
 
         Raises:
-          JobError: the job has failed.
+          JobError: the job has failed, or process 0 of an SPMD program has ended.
         """
         found: dict[int, tuple[Peer, Any]] = {}
         while len(found) < len(self.peers):
             peer, message = self.messages.get()
             self.check()
+            if isinstance(message, dict) and "bye" in message:
+                raise JobError(f"{peer} has ended its program, and process {self.setting.process_id} calls more steps")
             found[peer.process_id] = (peer, message)
         return [found[peer.process_id] for peer in self.peers]
+
+    def agree(self, own: Any) -> list[Any]:
+        """Returns the values of all processes, by their ids; all of them call this.
+
+        Raises:
+          JobError: see `replies`.
+        """
+        if self.leads:
+            values = [own, *(value for _, value in self.replies())]
+            self.send(values)
+            return values
+        self.send(own)
+        return self.replies()[0][1]
 
     def check(self) -> None:
         """Checks that the job has not failed.
@@ -154,8 +169,11 @@ class Job:
                 os._exit(1)  # what collectives have left behind keeps the process from ending
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def together(self, collective: bool = True) -> Iterator[None]:
         """Surrounds waits for other processes: this process ends if the job fails and the wait continues.
+
+        Args:
+          collective: whether the job has failed if this process fails in it.
 
         Raises:
           JobError: the job has failed.
@@ -165,48 +183,31 @@ class Job:
         self._waiting[thread] = time.monotonic()
         try:
             yield
-        except Exception as error:
-            if self.failure is not None and not isinstance(error, JobError):
-                raise JobError(self.failure) from error
+        except JobError:
             raise
-        finally:
-            self._waiting.pop(thread, None)
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Surrounds a collective action; if it fails in this process, the job has failed.
-
-        Raises:
-          JobError: the job has failed.
-        """
-        with self.waiting():
-            try:
-                yield
-            except JobError:
-                raise
-            except BaseException as error:
+        except BaseException as error:
+            if collective:
                 # A collective often fails before the connection is known to be broken.
                 if isinstance(error, Exception):
                     self.wait_for_failure()
                 line = " ".join(str(error).split())[:300]
                 self.fail(f"process {self.setting.process_id} failed in a step: {type(error).__name__}: {line}")
-                if isinstance(error, Exception):
-                    raise JobError(str(self.failure)) from error
-                raise
+            if self.failure is not None and isinstance(error, Exception):
+                raise JobError(self.failure) from error
+            raise
+        finally:
+            self._waiting.pop(thread, None)
 
     def _leave(self) -> None:
         """Ends this process's part of the job, at its exit; a forked child has none."""
         if self._process != os.getpid():
             return
+        if self.leads and self.failure is None:
+            with contextlib.suppress(JobError):
+                self.send({"bye": True})
         self._leaving, self._left = True, time.monotonic()
-        if self.leads:
-            for peer in self.peers:
-                with contextlib.suppress(Closed):
-                    peer.channel.send({"bye": True})
-        if self.started_jax:
-            forget_jax()
-        for peer in self.peers:
-            peer.channel.close()
+        if self.failure is not None:
+            leave_jax()
 
 
 def end_process(why: str) -> None:
@@ -216,162 +217,99 @@ def end_process(why: str) -> None:
     os._exit(1)
 
 
-def current() -> Job | None:
-    """Returns the job of this process; None if it belongs to none."""
-    return _job
+def leave_jax() -> None:
+    """Keeps jax from waiting at exit for processes that may be lost, and its service until the process has ended."""
+    state: Any = distributed.global_state
+    for held in (state.client, state.service, state.preemption_sync_manager):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    state.client = state.service = state.preemption_sync_manager = None
 
 
-def join(given: Any, device: Any, kinds: Iterable[type]) -> Job:
-    """Starts jax in this process together with the others of a job; a process joins one job.
+def join(given: Any, device: Any) -> Job:
+    """Starts jax in this process together with the others of a job, if it has not started; a process joins one job.
 
     Args:
       given: see `HostsSetting.read`; not None. device: as in `EngineConfig`; process 0's counts.
-      kinds: types of messages.
 
     Raises:
-      ConfigError: a process is missing or differs, or jax has already started.
+      ConfigError: a process is missing or differs, or jax has already started alone.
     """
     global _job
     with _lock:
+        setting = HostsSetting.read(given)
         if _job is not None:
-            _check_same(_job, given)
+            if setting not in (_job.setting, SPMD if _job.setting.spmd else "auto"):
+                raise ConfigError(f"distributed is {setting}, this process has joined {_job.setting}: it joins one job")
             return _job
-        setting = _read(given)
-        job = _lead(setting, device, kinds) if setting.process_id == 0 else _follow(setting, kinds)
+        if named := isinstance(setting, HostsSetting):
+            if jax.distributed.is_initialized() or xla_bridge.backends_are_initialized():
+                raise ConfigError(
+                    "distributed: jax has already started; give auto or spmd where jax.distributed runs, or make the "
+                    "engine before the first use of jax"
+                )
+        else:
+            setting = _of_jax(setting == SPMD)
+        peers = rendezvous.gather(setting) if setting.process_id == 0 else [rendezvous.reach(setting)]
+        job = Job(setting, peers)
+        if job.leads:
+            welcome = {"service": _free_address(setting.address[0]) if named else None, "device": device}
+            job.send(welcome)
+        else:
+            [(leader, welcome)] = job.replies()
+            if "refused" in welcome:
+                raise ConfigError(f"{leader} refused process {setting.process_id}: {welcome['refused']}")
+        with job.together():
+            if named:
+                own, service = (setting.num_processes, setting.process_id), welcome["service"]
+                detects = {"cluster_detection_method": "deactivate", "initialization_timeout": 60}
+                _initialize(service, *own, coordinator_bind_address=service, **detects)
+            _connect_cpus(setting.address[0] if job.leads else rendezvous.own_address(peers[0]))
+            use_device(welcome["device"])
+            jax.devices()
         _job = job
         return job
 
 
-def _read(given: Any) -> HostsSetting:
-    """Returns the setting of this process; with auto, that of the jax.distributed that runs in it, if one does."""
-    from jax._src import distributed, xla_bridge
-
-    runs = distributed.global_state.client is not None
-    if runs and given == AUTO:
-        return _of_running_jax()
-    if runs or xla_bridge.backends_are_initialized():
-        what = "where jax.distributed runs, give auto" if runs else "the engine must come before its first use"
-        raise ConfigError(f"distributed: jax has already started; {what}")
-    setting = detected() if given == AUTO else HostsSetting.read(given)
-    assert isinstance(setting, HostsSetting)
-    return setting
+def _free_address(host: str) -> str:
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family) as free:
+        return f"{f'[{host}]' if ':' in host else host}:{free.getsockname()[1]}"
 
 
-def _of_running_jax() -> HostsSetting:
-    """Returns a setting for the processes of the jax.distributed that runs; process 0 listens on another port."""
-    from jax._src import distributed
-
+def _of_jax(spmd: bool) -> HostsSetting:
+    """Returns a setting for the processes of jax.distributed, started by their launcher or before."""
+    if not jax.distributed.is_initialized():
+        try:
+            _initialize()
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"distributed is {SPMD if spmd else 'auto'}, and jax cannot start: no launcher that jax knows has "
+                f"started this process, or it has used jax ({one_line(error)})"
+            ) from error
     state: Any = distributed.global_state
     if state.num_processes < 2:
         raise ConfigError("distributed is auto, and jax.distributed runs with one process")
     if state.process_id == 0:
-        host = state.coordinator_address.rpartition(":")[0]
-        with socket.create_server(
-            (host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        ) as free:
-            address = f"{host}:{free.getsockname()[1]}"
+        address = _free_address(state.coordinator_address.rpartition(":")[0].strip("[]"))
         state.client.key_value_set(_ADDRESS_KEY, address)
     else:
         address = state.client.blocking_key_value_get(_ADDRESS_KEY, _ADDRESS_MS)
-    return HostsSetting(address, state.num_processes, state.process_id)
+    return HostsSetting(address, state.num_processes, state.process_id, spmd=spmd)
 
 
-def _check_same(job: Job, given: Any) -> None:
-    setting = HostsSetting.read(given)
-    if given != AUTO and setting != job.setting:
-        raise ConfigError(f"distributed is {setting}, and this process has joined {job.setting}: it can join one job")
+def _initialize(*where: Any, **settings: Any) -> None:
+    # Its preemption service would catch SIGTERM and do nothing.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(*where, **_LIMITS, **settings)
 
 
-def _lead(setting: HostsSetting, device: Any, kinds: Iterable[type]) -> Job:
-    peers = rendezvous.gather(setting, kinds)
-    job = Job(setting, peers)
-    address = None  # jax runs
-    if not _jax_runs():
-        address, job.service = service.start(setting.address[0], setting.num_processes)
-    job.send({"service": address, "device": device})
-    if address is not None:
-        _start_jax(job, address, device, setting.address[0])
-    return job
+def _connect_cpus(own_address: str) -> None:
+    """Has gloo, of jax's CPU, listen at an address: by default it takes the host's name, which is often loopback."""
+    client: Any = distributed.global_state.client
 
+    def cpu_client() -> Any:
+        gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=own_address)
+        return xla_bridge.make_cpu_client(collectives=gloo)
 
-def _follow(setting: HostsSetting, kinds: Iterable[type]) -> Job:
-    leader = rendezvous.reach(setting, kinds)
-    try:
-        welcome = leader.channel.receive()
-    except Closed as error:
-        raise ConfigError(f"{leader} is gone: {error}") from error
-    if isinstance(welcome, dict) and "refused" in welcome:
-        raise ConfigError(f"process 0 at {leader.name} refused process {setting.process_id}: {welcome['refused']}")
-    expected = type(None) if _jax_runs() else str
-    if not isinstance(welcome, dict) or type(welcome.get("service", 0)) is not expected or "device" not in welcome:
-        raise ConfigError(f"what answers at {leader.name} is not process 0 of this job")
-    job = Job(setting, [leader])
-    if welcome["service"] is not None:
-        _start_jax(job, welcome["service"], welcome["device"], leader.channel.socket.getsockname()[0])
-    return job
-
-
-def _start_jax(job: Job, address: str, device: Any, own_address: str) -> None:
-    """Starts jax's backend, for which all processes wait for each other.
-
-    Args:
-      own_address: of this process, for the other processes.
-    """
-    import jax
-    from jax._src import distributed, xla_bridge
-    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
-
-    setting, state, job.started_jax = job.setting, distributed.global_state, True
-    with job.together():
-        state.process_id, state.num_processes, state.coordinator_address = (
-            setting.process_id,
-            setting.num_processes,
-            address,
-        )
-        client: Any = _jax.get_distributed_runtime_client(
-            address, setting.process_id, init_timeout=60, heartbeat_timeout=service.NEVER_S, use_compression=True
-        )
-        client.connect()
-        state.client = client
-
-        # By default gloo takes the address of the host's name, which is often the loopback interface's.
-        def cpu_client() -> Any:
-            gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=own_address)
-            return xla_bridge.make_cpu_client(collectives=gloo)
-
+    if not xla_bridge.backends_are_initialized():
         xla_bridge.register_backend_factory("cpu", cpu_client, priority=0, fail_quietly=False)
-        use_device(device)
-        jax.devices()
-
-
-def _jax_runs() -> bool:
-    from jax._src import distributed
-
-    return distributed.global_state.client is not None
-
-
-def forget_jax() -> None:
-    """Keeps jax from disconnecting at exit from its coordination service, which may have ended."""
-    from jax._src import distributed
-
-    distributed.global_state.client = None
-
-
-def detected() -> HostsSetting:
-    """Returns the job described by this process's launcher: Slurm, Open MPI, or another one that jax knows.
-
-    Raises:
-      ConfigError: there is none.
-    """
-    import jax
-    from jax._src import clusters
-
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 300)
-    address, num_processes, process_id, local_devices = found
-    if address is None or num_processes is None or process_id is None:
-        raise ConfigError("distributed is auto, and no launcher that jax knows has started this process")
-    if local_devices:
-        visible = ",".join(map(str, local_devices))
-        jax.config.update("jax_cuda_visible_devices", visible)
-        jax.config.update("jax_rocm_visible_devices", visible)
-    return HostsSetting(address, num_processes, process_id)

@@ -1,45 +1,35 @@
-"""Connects the processes of a job: process 0 listens, the workers connect and identify themselves. No jax."""
+"""Connects the processes of a job: process 0 listens, the others connect and identify themselves. No jax.
+
+Connections are those of `multiprocessing.connection`, with its authentication by a shared key.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
-import hmac
-import ipaddress
 import logging
 import os
 import platform
 import queue
-import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterable
 from importlib.metadata import version
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.hosts_setting import HostsSetting
-from ksana_jax.engine.distributed.wire import Channel, Closed
 
 logger = logging.getLogger("ksana_jax")
-_MAGIC = b"ksana-job-1\n"
-_NONCE, _DIGEST = 16, 32
-# Seconds for a connection to authenticate, number that may do so at once, and bytes of a hello.
-_HANDSHAKE_S = 5.0
-_MAX_HANDSHAKES = 64
-_MAX_HELLO = 2**16
-_MAX_NAME = 300
-
-
-class _Hello(NamedTuple):
-    """A process's description of itself."""
-
-    peer: Peer
-    num_processes: int
-    versions: dict[str, Any]
+# Seconds for each message of a connection that is being authenticated.
+_HANDSHAKE_S = 5
+# TCP keepalive: idle seconds before the first probe, seconds between probes, and their number.
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class Peer(NamedTuple):
@@ -47,15 +37,10 @@ class Peer(NamedTuple):
 
     process_id: int
     name: str
-    channel: Channel
+    connection: Connection
 
     def __str__(self) -> str:
         return f"process {self.process_id} ({self.name})"
-
-
-def own_name() -> str:
-    """Returns host and process number of this process."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 @functools.cache
@@ -69,41 +54,74 @@ def versions() -> dict[str, str]:
 
 
 def _token() -> bytes:
-    return os.environ.get("KSANA_JOB_TOKEN", "").encode()
+    if token := os.environ.get("KSANA_JOB_TOKEN", ""):
+        return token.encode()
+    raise ConfigError(
+        "distributed: KSANA_JOB_TOKEN is not set, the secret of the job's processes: "
+        "export KSANA_JOB_TOKEN=$(openssl rand -hex 16) and give all of them the same"
+    )
 
 
-def _proof(role: bytes, *nonces: bytes) -> bytes:
-    return hmac.digest(_token(), _MAGIC + role + b"".join(nonces), "sha256")
+def watched(given: socket.socket) -> Connection:
+    """Makes a connection of a socket. The kernel ends it within some 8 s after the other host is lost.
+
+    A process that ends closes its connections at once; only a host or a network that fails is silent.
+    """
+    given.setblocking(True)
+    given.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    given.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {name: seconds for name, seconds in _KEEPALIVE.items() if hasattr(socket, name)}
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        options["TCP_USER_TIMEOUT"] = 8000
+    for name, value in options.items():
+        given.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return Connection(given.detach())
 
 
-def gather(setting: HostsSetting, kinds: Iterable[type]) -> list[Peer]:
+def own_address(peer: Peer) -> str:
+    """Returns the address of this host by which a peer reaches it."""
+    with socket.socket(fileno=os.dup(peer.connection.fileno())) as same:
+        return same.getsockname()[0]
+
+
+@contextlib.contextmanager
+def _limited(connection: Connection, seconds: int = _HANDSHAKE_S):
+    """Has waiting for a message end with an OSError while the context is open."""
+    for limit in (seconds, 0):
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", limit, 0))
+        if limit:
+            yield
+
+
+def gather(setting: HostsSetting) -> list[Peer]:
     """Waits for all other processes; returns them by their ids. For process 0.
 
     Raises:
       ConfigError: the address cannot be listened at, processes are missing, or one of them differs.
     """
+    token = _token()
     try:
         family = socket.getaddrinfo(*setting.address, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server(setting.address, family=family, backlog=setting.num_processes)
     except OSError as error:
         raise ConfigError(f"process 0 cannot listen at {setting.coordinator_address}: {error}") from error
-    if not _token() and not ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback:
-        logger.warning("KSANA_JOB_TOKEN is not set: anyone reaching %s may join the job", setting.coordinator_address)
     found: dict[int, Peer] = {}
     deadline = time.monotonic() + setting.initialization_timeout
-    arrived: queue.SimpleQueue[_Hello] = queue.SimpleQueue()
-    threading.Thread(target=_greet_all, args=(listening, arrived, tuple(kinds)), daemon=True).start()
+    arrived: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
+    threading.Thread(target=_greet_all, args=(listening, token, arrived), daemon=True).start()
     try:
         while len(found) < setting.num_processes - 1:
             try:
-                hello = arrived.get(timeout=max(deadline - time.monotonic(), 0.001))
+                connection, hello = arrived.get(timeout=max(deadline - time.monotonic(), 0.001))
             except queue.Empty:
                 raise ConfigError(_missing(setting, found)) from None
-            if _belongs(hello, setting, found):
-                found[hello.peer.process_id] = hello.peer
+            peer = Peer(hello["process_id"], hello["name"], connection)
+            if _belongs(peer, hello, setting, found):
+                found[peer.process_id] = peer
     except ConfigError as error:
         for peer in found.values():
-            _refuse(peer.channel, str(error))
+            _refuse(peer, str(error))
         raise
     finally:
         with contextlib.suppress(OSError):
@@ -112,24 +130,27 @@ def gather(setting: HostsSetting, kinds: Iterable[type]) -> list[Peer]:
     return [found[process_id] for process_id in sorted(found)]
 
 
-def _greet_all(listening: socket.socket, arrived: queue.SimpleQueue[_Hello], kinds: tuple[type, ...]) -> None:
-    """Greets each connection in a thread of its own, so that none keeps others waiting; ends with the socket."""
-    room = threading.Semaphore(_MAX_HANDSHAKES)
+def _greet_all(listening: socket.socket, token: bytes, arrived: queue.SimpleQueue[Any]) -> None:
+    """Greets each connection in a separate thread, so that none keeps others waiting; ends with the socket."""
 
-    def greet(connection: socket.socket, host: str) -> None:
+    def greet(connection: Connection, host: str) -> None:
         try:
-            if (hello := _greeted(connection, host, kinds)) is not None:
-                arrived.put(hello)
-        finally:
-            room.release()
+            with _limited(connection):
+                deliver_challenge(connection, token)
+                answer_challenge(connection, token)
+                hello = connection.recv()
+            arrived.put((connection, hello))
+        except (OSError, EOFError, AuthenticationError) as error:
+            why = error if isinstance(error, AuthenticationError) else "it is no process of ksana"
+            logger.warning("a connection from %s was refused: %s", host, why)
+            connection.close()
 
     while True:
-        room.acquire()
         try:
-            connection, address = listening.accept()
+            given, address = listening.accept()
         except OSError:
             return
-        threading.Thread(target=greet, args=(connection, address[0]), daemon=True).start()
+        threading.Thread(target=greet, args=(watched(given), address[0]), daemon=True).start()
 
 
 def _missing(setting: HostsSetting, found: dict[int, Peer]) -> str:
@@ -140,78 +161,47 @@ def _missing(setting: HostsSetting, found: dict[int, Peer]) -> str:
     )
 
 
-def _greeted(connection: socket.socket, host: str, kinds: tuple[type, ...]) -> _Hello | None:
-    """Returns the peer's description of itself; None if it does not belong to the job."""
-    connection.settimeout(_HANDSHAKE_S)
-    channel = Channel(connection, kinds)
-    channel.deadline = time.monotonic() + _HANDSHAKE_S
-    try:
-        nonce = secrets.token_bytes(_NONCE)
-        connection.sendall(_MAGIC + nonce)
-        answer = channel._exactly(len(_MAGIC) + _NONCE + _DIGEST)
-        theirs, proof = answer[len(_MAGIC) : -_DIGEST], answer[-_DIGEST:]
-        if not answer.startswith(_MAGIC) or not hmac.compare_digest(proof, _proof(b"follower", nonce, theirs)):
-            raise Closed("it has another KSANA_JOB_TOKEN, or is no process of ksana")
-        connection.sendall(_proof(b"leader", theirs, nonce))
-        hello = _read_hello(channel)
-    except OSError as error:
-        logger.warning("a connection from %s was refused: %s", host, error)
-        channel.close()
-        return None
-    channel.deadline = None
-    connection.settimeout(None)
-    return hello
-
-
-def _read_hello(channel: Channel) -> _Hello:
-    said = channel.receive(_MAX_HELLO, 0)
-    types = {"process_id": int, "num_processes": int, "name": str, "versions": dict}
-    if not isinstance(said, dict) or any(type(said.get(name)) is not kind for name, kind in types.items()):
-        raise Closed("it does not say which process it is")
-    if len(said["name"]) > _MAX_NAME or not said["name"].isprintable():
-        raise Closed("its name is not one line")
-    return _Hello(Peer(said["process_id"], said["name"], channel), said["num_processes"], said["versions"])
-
-
-def _belongs(hello: _Hello, setting: HostsSetting, found: dict[int, Peer]) -> bool:
+def _belongs(peer: Peer, hello: dict[str, Any], setting: HostsSetting, found: dict[int, Peer]) -> bool:
     """True if a process has a number that is still missing.
 
     Raises:
       ConfigError: it differs from this process.
     """
-    peer = hello.peer
     if peer.process_id in found or not 0 < peer.process_id < setting.num_processes:
         other = f"is {found[peer.process_id].name}" if peer.process_id in found else "cannot be"
-        _refuse(peer.channel, f"process_id {peer.process_id} of {setting.num_processes} {other}")
+        _refuse(peer, f"process_id {peer.process_id} of {setting.num_processes} {other}")
         return False
-    differing = [("num_processes", hello.num_processes, setting.num_processes)]
-    differing += [(name, hello.versions.get(name), value) for name, value in versions().items()]
-    for name, other, own in differing:
-        if other != own:
-            message = f"{peer} has {name} {str(other)[:_MAX_NAME]}, process 0 has {own}"
-            _refuse(peer.channel, message)
+    for name, own in {**_shared(setting), **versions()}.items():
+        if (other := hello.get(name)) != own:
+            message = f"{peer} has {name} {other}, process 0 has {own}"
+            _refuse(peer, message)
             raise ConfigError(message)
     return True
 
 
-def _refuse(channel: Channel, why: str) -> None:
-    try:
-        channel.send({"refused": why})
-    except Closed:
-        pass
-    channel.close()
+def _shared(setting: HostsSetting) -> dict[str, Any]:
+    return {"num_processes": setting.num_processes, "spmd": setting.spmd}
 
 
-def reach(setting: HostsSetting, kinds: Iterable[type]) -> Peer:
+def _refuse(peer: Peer, why: str) -> None:
+    with contextlib.suppress(OSError):
+        peer.connection.send({"refused": why})
+    peer.connection.close()
+
+
+def reach(setting: HostsSetting) -> Peer:
     """Connects to process 0, which may start later; returns it. For all other processes.
 
     Raises:
-      ConfigError: it cannot be reached, or refuses this process.
+      ConfigError: it cannot be reached, or does not know the token.
     """
-    deadline, where = time.monotonic() + setting.initialization_timeout, setting.coordinator_address
+    token, where = _token(), setting.coordinator_address
+    deadline = time.monotonic() + setting.initialization_timeout
     while True:
         try:
-            connection = socket.create_connection(setting.address, timeout=max(deadline - time.monotonic(), 0.001))
+            connection = watched(
+                socket.create_connection(setting.address, timeout=max(deadline - time.monotonic(), 0.001))
+            )
             break
         except OSError as error:
             if time.monotonic() >= deadline:
@@ -220,21 +210,16 @@ def reach(setting: HostsSetting, kinds: Iterable[type]) -> Peer:
                     f"{setting.initialization_timeout:g} s: {error}"
                 ) from error
             time.sleep(0.1)
-    channel = Channel(connection, kinds)
-    channel.deadline = max(deadline, time.monotonic() + _HANDSHAKE_S)
     try:
-        greeting = channel._exactly(len(_MAGIC) + _NONCE)
-        nonce, theirs = secrets.token_bytes(_NONCE), greeting[len(_MAGIC) :]
-        connection.sendall(_MAGIC + nonce + _proof(b"follower", theirs, nonce))
-        proof = channel._exactly(_DIGEST)
-    except OSError as error:
-        channel.close()
-        raise ConfigError(f"process 0 at {where} refused process {setting.process_id}: {error}") from error
-    if not greeting.startswith(_MAGIC) or not hmac.compare_digest(proof, _proof(b"leader", nonce, theirs)):
-        channel.close()
-        raise ConfigError(f"what answers at {where} is not process 0 of this job")
-    channel.deadline = None
-    connection.settimeout(None)
-    ids = {"process_id": setting.process_id, "num_processes": setting.num_processes}
-    channel.send({**ids, "name": own_name(), "versions": versions()})
-    return Peer(0, where, channel)
+        with _limited(connection):
+            answer_challenge(connection, token)
+            deliver_challenge(connection, token)
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        connection.send({"process_id": setting.process_id, "name": name, **_shared(setting), **versions()})
+    except (OSError, EOFError, AuthenticationError) as error:
+        connection.close()
+        raise ConfigError(
+            f"process {setting.process_id}: what answers at {where} is not process 0 of this job, or has another "
+            f"KSANA_JOB_TOKEN ({error or type(error).__name__})"
+        ) from error
+    return Peer(0, where, connection)

@@ -6,16 +6,16 @@ host tier of its own heads. It has no scheduler, no requests and no text.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any, NoReturn
 
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.config import EngineConfig
-from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.hosts_setting import HostsSetting
+from ksana_jax.core.errors import ConfigError, JobError
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.device_setup import Prepared, prepare
-from ksana_jax.engine.distributed.driver import KINDS, OF_PROCESS_0, facts, settings_of
+from ksana_jax.engine.distributed.driver import OF_PROCESS_0, facts, settings_of
 from ksana_jax.engine.distributed.job import Job, end_process, join
 from ksana_jax.kv.moves import Moves
 from ksana_jax.loading.load import open_model
@@ -23,50 +23,31 @@ from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepInput, StepOutput
 
 logger = logging.getLogger("ksana_jax")
-# Methods of an engine that process 0 calls.
-ASKED = frozenset({"load", "step", "loop", "move", "patterns", "reset", "compile"})
 
 
 def start(distributed: Any, device: Any = None, given: tuple[str, EngineConfig] | None = None) -> Job:
-    """Starts jax in all processes of a job; returns the job in process 0 alone.
+    """Starts jax in all processes of a job; returns the job in process 0, and in all of an SPMD program.
 
     Args:
-      distributed, device: as in `EngineConfig`. given: model and settings of this process, which must equal
-        process 0's.
+      distributed, device: as in `EngineConfig`. given: model and settings of this process; settings must
+        equal process 0's. None takes process 0's.
 
     Raises:
       SystemExit: this is another process, and process 0 has ended.
       ConfigError: the job cannot start; the message says why.
     """
-    job = join(distributed, device, KINDS)
-    if not job.leads:
+    job = join(distributed, device)
+    if not job.leads and not job.setting.spmd:
         serve_driver(job, given)
         raise SystemExit(0)
     return job
 
 
-def serve(distributed: Any, model: str | None = None) -> None:
-    """Joins a job as a process other than 0; returns when process 0 has ended.
-
-    Args:
-      distributed: as in `EngineConfig`. model: see `serve_driver`.
-
-    Raises:
-      ConfigError: the job cannot start, or this is process 0.
-    """
-    setting = HostsSetting.read(distributed)
-    if setting is None:
-        raise ConfigError("distributed is not given: which processes are there, and which one is this?")
-    if isinstance(setting, HostsSetting) and setting.process_id == 0:
-        raise ConfigError("process 0 leads: it is the one with the requests, such as ksana generate; others follow")
-    serve_driver(join(distributed, None, KINDS), model=model)
-
-
-def serve_driver(job: Job, given: tuple[str, EngineConfig] | None = None, model: str | None = None) -> None:
+def serve_driver(job: Job, given: tuple[str, EngineConfig] | None) -> None:
     """Executes process 0's calls until it ends. If one fails, this process ends with one line.
 
     Args:
-      given: see `start`. model: directory of the model on this host, where it is another one than process 0's.
+      given: see `start`.
     """
     engines: dict[int, _Engine] = {}
     while True:
@@ -77,13 +58,11 @@ def serve_driver(job: Job, given: tuple[str, EngineConfig] | None = None, model:
             end_process(str(job.failure))
         what, number, *rest = message
         try:
-            with job.waiting():
+            with job.together(collective=False):
                 if what == "prepare":
-                    _prepare(engines, job, number, given, model, *rest)
+                    _prepare(engines, job, number, given, *rest)
                 elif what == "close":
                     engines.pop(number, None)
-                elif what not in ASKED:
-                    raise ValueError(f"process 0 asks for {what!r:.40}")
                 else:
                     getattr(engines[number], what)(*rest)
         except Exception as error:
@@ -94,29 +73,27 @@ def _fail(job: Job, error: Exception) -> NoReturn:
     line = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     logger.debug("a step failed", exc_info=error)
     job.wait_for_failure()
-    job.peers[0].channel.send({"failed": line}) if job.failure is None else None
+    with contextlib.suppress(JobError):
+        job.send({"failed": line})
     end_process(job.failure or f"process {job.setting.process_id} failed: {line}")
     raise AssertionError
 
 
-def _prepare(
-    engines: dict[int, _Engine], job: Job, number: int, given: Any, own_model: str | None, model: str, *rest: Any
-) -> None:
+def _prepare(engines: dict[int, _Engine], job: Job, number: int, given: Any, model: str, *rest: Any) -> None:
     try:
-        _check_given(given, model, rest[1])
-        engine = engines[number] = _Engine(job, own_model or model, *rest)
+        _check_given(given, rest[1])
+        engine = engines[number] = _Engine(job, model if given is None else given[0], *rest)
     except (ValueError, OSError, NotImplementedError) as error:
         job.send({"error": " ".join(str(error).split())})
     else:
-        job.send({"facts": engine.facts, "num_blocks": engine.prepared.plan.num_blocks})
+        said = engine.facts | rest[1] | {"patterns": rest[2], "num_blocks": engine.prepared.plan.num_blocks}
+        job.send(said)
 
 
-def _check_given(given: tuple[str, EngineConfig] | None, model: str, settings: dict[str, Any]) -> None:
-    """Checks that this process has process 0's model and settings."""
-    if given is None:
-        return
-    own = {"model": given[0], **given[1].plain()}
-    for name, value in {"model": model, **settings}.items():
+def _check_given(given: tuple[str, EngineConfig] | None, settings: dict[str, Any]) -> None:
+    """Checks that this process has process 0's settings; digests of their files compare the models."""
+    own = settings if given is None else given[1].plain()
+    for name, value in settings.items():
         if name not in OF_PROCESS_0 and own[name] not in (None, "auto", value):
             raise ConfigError(f"it was given {name} {own[name]!r}, process 0 {value!r}")
 

@@ -51,8 +51,6 @@ class _Worker:
     answer: Any = None
     trial: Trial | None = None
     engine: str | None = None
-    fraction: float = 0.0
-    asked: Any = None
 
 
 class _Queue:
@@ -159,7 +157,7 @@ class RayTrials:
             NodeAffinitySchedulingStrategy,
         )
 
-        made = self._ray.remote(concurrency_groups={"asking": 1})(TrialRunner)
+        made = self._ray.remote(TrialRunner)
         options = {"num_cpus": place.num_cpus, "num_gpus": place.num_gpus, "max_restarts": 0}
         here = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         actor = made.options(**options, scheduling_strategy=here).remote(
@@ -173,7 +171,7 @@ class RayTrials:
         trial = queue.take(worker.engine, others)
         if trial is None:
             return self._drop(worker)
-        worker.trial, worker.engine, worker.fraction = trial, queue.engine(trial), 0.0
+        worker.trial, worker.engine = trial, queue.engine(trial)
         given = Assignment(trial, self._plan.max_repositioned_sinks(trial), self._debug)
         worker.answer = worker.actor.run.remote(given)
 
@@ -241,23 +239,10 @@ class RayTrials:
         )
 
     def _show(self, on_progress: Callable[[str, float], None]) -> None:
-        """Reports the running trials, and asks the workers for their progress, for the next report."""
-        running = self._running()
-        asked = {worker.asked: worker for worker in running if worker.asked is not None}
-        if asked:
-            for reference in self._ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
-                asked[reference].asked = None
-                try:
-                    asked[reference].fraction = self._ray.get(reference)
-                except self._ray.exceptions.RayError:
-                    pass  # its answer reports it too
-        for worker in running:
-            if worker.asked is None:
-                worker.asked = worker.actor.fraction.options(concurrency_group="asking").remote()
-        labels = [worker.trial.label for worker in running if worker.trial is not None]
+        """Reports the running trials."""
+        labels = [worker.trial.label for worker in self._running() if worker.trial is not None]
         if labels:
-            more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-            on_progress(labels[0] + more, sum(worker.fraction for worker in running))
+            on_progress(labels[0] + f" and {len(labels) - 1} more" * (len(labels) > 1), 0.0)
 
     def _drop(self, worker: _Worker) -> None:
         """Ends a worker's process, or forgets one that is lost."""

@@ -57,7 +57,7 @@ class Answer:
 
 
 class TrialRunner:
-    """Runs one trial at a time in this process and keeps the last engine. Methods but `fraction` must not overlap.
+    """Runs one trial at a time in this process and keeps the last engine.
 
     Args:
       cores: (number of the first, count) of this process's cores to which it pins itself; None leaves it all.
@@ -66,7 +66,7 @@ class TrialRunner:
 
     def __init__(self, sender: TrialSender, cores: tuple[int, int] | None = None, hides_gpus: bool = False):
         self._sender, self._cores, self._hides_gpus = sender, cores, hides_gpus
-        self._num_sinks, self._fraction = 0, 0.0
+        self._num_sinks = 0
         self._pool = EnginePool(lambda trial: self._num_sinks)
 
     def begin(self) -> int:
@@ -91,10 +91,6 @@ class TrialRunner:
         build.begin()
         return os.getpid()
 
-    def fraction(self) -> float:
-        """Returns the fraction of the current trial that is done; may be called while it runs, from another thread."""
-        return self._fraction
-
     def run(self, assignment: Assignment) -> Answer:
         """Runs a trial. Its errors are among the records.
 
@@ -102,18 +98,15 @@ class TrialRunner:
           ConfigError: what the trial reads is not here, or not the same as where it was resolved; or there is no such
             device.
         """
-        trial, self._num_sinks, self._fraction = assignment.trial, assignment.num_sinks, 0.0
+        trial, self._num_sinks = assignment.trial, assignment.num_sinks
         self._check_inputs(trial)
         with tempfile.TemporaryDirectory(prefix="ksana-") as name, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             use_device(trial.config["engine"]["device"])
             folder = Path(name)
-            records = list(attempt(Context(trial, self._pool, self._report, folder), assignment.debug))
+            records = list(attempt(Context(trial, self._pool, lambda fraction: None, folder), assignment.debug))
             arrays = {path.name: path.read_bytes() for path in folder.iterdir()}
         return Answer(records, arrays, [str(warning.message) for warning in caught])
-
-    def _report(self, fraction: float) -> None:
-        self._fraction = fraction
 
     def _check_inputs(self, trial: Trial) -> None:
         config, wanted = trial.config, contents(trial.config["inputs"]) | trial.config.get("code", {})

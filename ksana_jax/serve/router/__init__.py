@@ -9,7 +9,7 @@ from ksana_jax.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ksana_jax.kv.prefix_hashing import hashes_of
-    from ksana_jax.serve.router.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+    from ksana_jax.serve.router.events import AllBlocksCleared, BlockRemoved, BlockStored
     from ksana_jax.serve.router.ledger import UnfinishedRequest
     from ksana_jax.serve.router.policies import POLICIES, read_policy
     from ksana_jax.serve.router.policies.base import Policy
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "ksana_jax.kv.prefix_hashing": "hashes_of",
-    "ksana_jax.serve.router.events": "AllBlocksCleared BlockRemoved BlockStored EventBatch",
+    "ksana_jax.serve.router.events": "AllBlocksCleared BlockRemoved BlockStored",
     "ksana_jax.serve.router.ledger": "UnfinishedRequest",
     "ksana_jax.serve.router.policies": "POLICIES read_policy",
     "ksana_jax.serve.router.policies.base": "Policy",
@@ -29,6 +29,6 @@ _PUBLIC = {
     "ksana_jax.serve.router.settings": "RouterSettings",
     "ksana_jax.serve.router.view": "FleetView",
 }
-__all__ = ["POLICIES", "AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "UnfinishedRequest", "NoServer"]
+__all__ = ["POLICIES", "AllBlocksCleared", "BlockRemoved", "BlockStored", "UnfinishedRequest", "NoServer"]
 __all__ += ["Policy", "RoutedRequest", "Router", "RouterSettings", "FleetView", "hashes_of", "read_policy"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

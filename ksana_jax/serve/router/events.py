@@ -34,11 +34,3 @@ class AllBlocksCleared:
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EventBatch:
-    """The events of one step. sequence: number of the batch; a server counts its batches from 0."""
-
-    sequence: int
-    events: Sequence[Event]

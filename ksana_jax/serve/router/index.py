@@ -10,13 +10,12 @@ import bisect
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ksana_jax.serve.router.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from ksana_jax.serve.router.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from ksana_jax.serve.router.request import Hash
-from ksana_jax.serve.router.runs import Holders
 
 # Seconds between searches for expired expected blocks.
 SWEEP_S = 1.0
@@ -86,7 +85,6 @@ class _Cache:
 
     expected: collections.OrderedDict[Hash, float] = dataclasses.field(default_factory=collections.OrderedDict)
     stored: dict[Hash, set[str]] = dataclasses.field(default_factory=dict)
-    next_batch: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -105,7 +103,7 @@ class CacheIndex:
 
     def __init__(self, ttl_s: float = 120.0):
         self.ttl_s = ttl_s
-        self._holders = Holders()
+        self._holders: dict[Hash, int] = {}  # the servers that have a block, as bits
         self._slow: dict[Hash, int] = {}  # of those, servers that have the block on slower media only
         self._caches: list[_Cache] = []
         self._swept_s = -math.inf
@@ -120,8 +118,21 @@ class CacheIndex:
         self.num_blocks, self.capacity = np.append(self.num_blocks, 0.0), np.append(self.capacity, np.inf)
 
     def match(self, hashes: Sequence[Hash]) -> Match:
-        """Finds how many leading blocks of a prompt each server caches."""
-        return Match(self._holders.levels(hashes))
+        """Finds how many leading blocks of a prompt each server caches.
+
+        A server with a block is assumed to have the blocks before it, because caches evict ends first.
+        """
+        holders, known, found = self._holders, 0, []
+        all_servers = holders.get(hashes[0], 0) if hashes else 0
+        at = bisect.bisect_left(hashes, True, key=lambda block: block not in holders)
+        while at and known != all_servers:
+            servers = holders.get(hashes[at - 1], 0)
+            if more := servers & ~known:
+                found.append((at, more))
+                known |= more
+                all_servers |= more
+            at -= 1
+        return Match(found[::-1])
 
     def num_matched(self, server: int, hashes: Sequence[Hash]) -> int:
         """Returns how many leading blocks of a prompt one server caches, as `match` does."""
@@ -149,17 +160,15 @@ class CacheIndex:
     def expect(self, server: int, hashes: Sequence[Hash], now: float) -> None:
         """Records that a prompt is sent to a server, which will cache its blocks unless its events contradict."""
         cache, until = self._caches[server], now + self.ttl_s
-        expected, stored, new = cache.expected, cache.stored, []
+        expected, stored = cache.expected, cache.stored
         # The start of a text counts as most recent, so that its end is evicted first, and the rest is a prefix.
-        for back, found in enumerate(reversed(hashes), 1):
+        for found in reversed(hashes):
             if found in expected:
                 expected.move_to_end(found)
                 expected[found] = until
             elif found not in stored:
                 expected[found] = until
-                new.append(len(hashes) - back)
-        self._holders.settle(hashes)
-        self._holders.gain(1 << server, hashes, new[::-1])
+                self._holders[found] = self._holders.get(found, 0) | 1 << server
         self._fit(server)
 
     def sweep(self, now: float) -> None:
@@ -175,38 +184,18 @@ class CacheIndex:
             self.num_blocks[server] = cache.num_blocks
 
     def clear(self, server: int) -> None:
-        """Forgets all blocks of a server, and its place in the sequence of batches."""
+        """Forgets all blocks of a server."""
         cache = self._caches[server]
         self._drop(1 << server, (*cache.expected, *reversed(cache.stored)))  # ends first
         cache.expected.clear()
         cache.stored.clear()
-        cache.next_batch = None
         self.num_blocks[server] = 0
 
-    def apply(self, server: int, batch: EventBatch) -> range:
-        """Applies a batch of events.
-
-        Returns:
-          The numbers of the batches that are missing, empty if there are none. If some are, or if the server counts
-          from the start again, its blocks were forgotten first: ask it for a replay of all it still has.
-        """
-        cache, number = self._caches[server], batch.sequence
-        due = cache.next_batch or 0
-        if number != due:
-            self.clear(server)
-        missing = range(due if number > due else 0, number if number != due else 0)
-        cache.next_batch = batch.sequence + 1
-        for event in batch.events:
+    def apply(self, server: int, events: Iterable[Event]) -> None:
+        """Applies events of a server, in their order; a server begins with AllBlocksCleared, and what it has."""
+        for event in events:
             self._apply(server, event)
         self._fit(server)
-        return missing
-
-    def replay(self, server: int, batches: Sequence[EventBatch]) -> None:
-        """Rebuilds a server's blocks from the batches that it still has, up to the newest, in order."""
-        self.clear(server)
-        for batch in batches:
-            self._caches[server].next_batch = batch.sequence
-            self.apply(server, batch)
 
     def _apply(self, server: int, event: Event) -> None:
         cache, bit = self._caches[server], 1 << server
@@ -215,7 +204,7 @@ class CacheIndex:
                 cache.expected.pop(found, None)
                 media = cache.stored.setdefault(found, set())
                 media.add(event.medium)
-                self._holders.gain_one(bit, found)
+                self._holders[found] = self._holders.get(found, 0) | bit
                 self._set_slow(found, bit, DEVICE not in media)
         elif isinstance(event, BlockRemoved):
             for found in event.block_hashes:
@@ -229,9 +218,7 @@ class CacheIndex:
                     del cache.stored[found]
                     self._drop(bit, (found,))
         elif isinstance(event, AllBlocksCleared):
-            next_batch = cache.next_batch
             self.clear(server)
-            cache.next_batch = next_batch
 
     def _fit(self, server: int) -> None:
         """Drops expected blocks that exceed a server's capacity, least recently sent first; counts its blocks."""
@@ -251,4 +238,6 @@ class CacheIndex:
         if self._slow:
             for found in blocks:
                 self._set_slow(found, bit, False)
-        self._holders.lose(bit, blocks)
+        for found in blocks:
+            if servers := self._holders.pop(found) & ~bit:
+                self._holders[found] = servers

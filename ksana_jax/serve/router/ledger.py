@@ -47,7 +47,6 @@ class Ledger:
       work: tokens that wait for prefill or are in it. front: tokens of the oldest waiting request.
       since: when the server began with that one, in seconds.
       rows: requests that decode. requests: all unfinished ones. held: tokens in the pool.
-      other_work, other_rows: excess of the last report over them.
       token_s: seconds of prefill per token, as configured x the measured pace. least_token_s: the lowest of them.
       live: unfinished requests by id.
     """
@@ -55,7 +54,6 @@ class Ledger:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self.work, self.front, self.rows, self.requests, self.held = (np.zeros(0) for _ in range(5))
-        self.other_work, self.other_rows = np.zeros(0), np.zeros(0)
         self.since, self.token_s, self._configured_s = np.zeros(0), np.zeros(0), np.zeros(0)
         self.least_token_s = 0.0
         self._full = np.zeros(0)  # tokens held from which a pool counts as full
@@ -67,18 +65,9 @@ class Ledger:
         # each, noise would decide between idle servers, and one of them would get everything.
         self._measured_s, self._expected_s, self._pace = 1.0, 1.0, 1.0
 
-    @property
-    def num_servers(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def pace(self) -> float:
-        """Measured over configured seconds of prefill."""
-        return self._pace
-
     def grow(self) -> None:
         """Adds a server."""
-        for name in ("work", "front", "rows", "requests", "held", "other_work", "other_rows", "since", "token_s"):
+        for name in ("work", "front", "rows", "requests", "held", "since", "token_s"):
             setattr(self, name, np.append(getattr(self, name), 0.0))
         for name in ("_configured_s", "_full", "_load_s", "_front_s"):
             setattr(self, name, np.append(getattr(self, name), 0.0))
@@ -142,12 +131,6 @@ class Ledger:
         """Returns the unfinished requests of a server."""
         return [live for live in self.live.values() if live.server == server]
 
-    def report(self, server: int, queued_tokens: int, num_decoding: int) -> None:
-        """Takes a server's own figures; their excess over the ledger came from elsewhere."""
-        self.other_work[server] = max(0, queued_tokens - self.work[server])
-        self.other_rows[server] = max(0, num_decoding - self.rows[server])
-        self._settle(server)
-
     def wait_s(self, now: float) -> np.ndarray:
         """Seconds [S] until each server would begin with a request that was sent now.
 
@@ -169,9 +152,7 @@ class Ledger:
     def _settle(self, at: int | slice) -> None:
         """Computes the seconds of one or all servers from their sums."""
         s, token_s = self._settings, self.token_s[at]
-        load_s = (self.work[at] + self.other_work[at]) * token_s + (
-            self.rows[at] + self.other_rows[at]
-        ) * s.decode_row_s
+        load_s = self.work[at] * token_s + self.rows[at] * s.decode_row_s
         self._load_s[at] = load_s + (self.held[at] > self._full[at]) * s.full_pool_s
         self._front_s[at] = self.front[at] * token_s
 

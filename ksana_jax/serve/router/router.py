@@ -11,7 +11,7 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.serve.router.events import EventBatch
+from ksana_jax.serve.router.events import Event
 from ksana_jax.serve.router.index import CacheIndex
 from ksana_jax.serve.router.ledger import Ledger, UnfinishedRequest
 from ksana_jax.serve.router.policies import Policy, read_policy
@@ -122,17 +122,12 @@ class Router:
         self._weights[self._numbers[server]] = weight
         self._refresh()
 
-    def drain(self, server: ServerId) -> None:
-        """Sends no more requests to a server; its running requests continue."""
-        self.set_weight(server, 0.0)
-
     def remove(self, server: ServerId, now: float) -> list[str]:
         """Removes a lost server and its cached blocks; returns the ids of the requests that end with it."""
         number = self._numbers[server]
         lost = [live.request.request_id for live in self.ledger.on(number)]
         for request_id in lost:
             self._end(request_id, now)
-        self.ledger.report(number, 0, 0)
         self.index.clear(number)
         self.policy.removed(number, now)
         self._weights[number], self._ids[number] = 0.0, None
@@ -145,17 +140,9 @@ class Router:
         self._closed = np.where(self._weights > 0, 0.0, np.inf)
         self._warming = self._ready[self._weights[self._ready] < 1]
 
-    def events(self, server: ServerId, batch: EventBatch) -> range:
-        """Applies a server's cache events; returns the numbers of missing batches (`CacheIndex.apply`)."""
-        return self.index.apply(self._numbers[server], batch)
-
-    def replay(self, server: ServerId, batches: Sequence[EventBatch]) -> None:
-        """Rebuilds the index of a server's cache; see `CacheIndex.replay`."""
-        self.index.replay(self._numbers[server], batches)
-
-    def report(self, server: ServerId, queued_tokens: int, num_decoding: int) -> None:
-        """Takes a server's own figures of its load; their excess over the ledger was sent by others."""
-        self.ledger.report(self._numbers[server], queued_tokens, num_decoding)
+    def events(self, server: ServerId, events: Iterable[Event]) -> None:
+        """Applies a server's cache events; see `CacheIndex.apply`."""
+        self.index.apply(self._numbers[server], events)
 
     def configure_prefix(self, hashes: Sequence[Hash], now: float, servers: Iterable[ServerId] = ()) -> None:
         """Adds a prefix to the table of the policy prefix_table, where it stays however rare it is.
@@ -182,10 +169,6 @@ class Router:
         if not isinstance(self.policy, PrefixTablePolicy):
             raise ConfigError(f"prefixes are configured for policy prefix_table, not {type(self.policy).__name__}")
         return self.policy
-
-    def num_requests(self, server: ServerId) -> int:
-        """Returns the number of unfinished requests that were sent to a server."""
-        return int(self.ledger.requests[self._numbers[server]])
 
     # ------------------------------------------------------------------ requests
 

@@ -1,23 +1,20 @@
 """`GET /kv_events`: which blocks an engine's prefix cache holds, as a stream of server-sent events, for routers.
 
-The engine's thread records what its tiers cache and drop (`kv.tier.CacheListener`) and hands it over once per step. The
-event loop numbers these batches and keeps the last 10,000. A reader that reconnects and says which batch it saw last
-(header `Last-Event-ID`) gets those after it; one that is new, or too late, gets all blocks that are cached now as one
-batch that begins with AllBlocksCleared. Names and fields follow vLLM's KV events, without token ids;
-block hashes are the keys of `kv.prefix_index`, in hexadecimal.
+The engine's thread records what its tiers cache and drop (`kv.tier.CacheListener`) and hands it over once per step, as
+a batch. A reader's first batch begins with AllBlocksCleared and has all blocks that are cached now; one that is 10,000
+batches late gets such a batch again. Names and fields follow vLLM's KV events, without token ids; block hashes are the
+keys of `kv.prefix_index`, in hexadecimal.
 
     event: cache    data: {"model": "9f...", "block_size": 16, "num_blocks": 512, "num_host_blocks": 0}
-    id: 5d0f-7      data: {"sequence": 7, "events": [{"type": "BlockStored", "block_hashes": ["a1...", "b2..."],
-                    "parent_block_hash": null, "block_size": 16, "medium": "GPU"}]}
+    data: {"events": [{"type": "BlockStored", "block_hashes": ["a1...", "b2..."], "parent_block_hash": null,
+          "block_size": 16, "medium": "GPU"}]}
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, NamedTuple
@@ -31,7 +28,7 @@ from ksana_jax.serve.server.errors import APIError
 from ksana_jax.serve.server.sse import DONE, HEADERS, PING
 from ksana_jax.serve.server.state import serving_of
 
-# Batches kept for readers that reconnect; as many as vLLM keeps.
+# Batches kept for a reader; as many as vLLM keeps.
 KEPT = 10_000
 # Seconds between checks for the server's end.
 LOOK_S = 0.5
@@ -49,18 +46,14 @@ class BlockEvent(NamedTuple):
 
 
 class KVEventLog:
-    """Numbers the changes of one engine's prefix cache and keeps them for its readers. Belongs to the event loop.
+    """Passes the changes of one engine's prefix cache on to its readers. Belongs to the event loop.
 
     Args:
       engine: whose cache it describes.
-
-    Attributes:
-      epoch: distinguishes this process from an earlier one, whose numbers mean other batches.
     """
 
     def __init__(self, engine: Engine):
         memory = engine.memory
-        self.epoch = secrets.token_hex(4)
         self._block_size = memory.block_size
         self._cache = {
             "model": memory.index.scope.model,
@@ -68,14 +61,12 @@ class KVEventLog:
             "num_blocks": memory.blocks.num_blocks,
             "num_host_blocks": memory.host.pool.num_blocks if memory.host is not None else 0,
         }
-        self._next = 0
-        self._batches: collections.deque[tuple[int, str]] = collections.deque(maxlen=KEPT)
+        self._readers: list[asyncio.Queue[str]] = []
         # For each tier, the key of the block before each block that it has.
         self._blocks: dict[int, dict[bytes, bytes | None]] = {DEVICE: {}, HOST: {}}
-        self._news = asyncio.Event()
 
     def add(self, changes: Iterable[BlockEvent | None]) -> None:
-        """Adds a batch and wakes the readers."""
+        """Adds a batch."""
         events: list[dict[str, Any]] = []
         for change in changes:
             if change is None:
@@ -91,10 +82,13 @@ class KVEventLog:
                 if not (events and events[-1]["type"] == "BlockRemoved" and events[-1]["medium"] == medium):
                     events.append({"type": "BlockRemoved", "block_hashes": [], "medium": medium})
                 events[-1]["block_hashes"].append(change.key.hex())
-        self._batches.append((self._next, self._encode(self._next, events)))
-        self._next += 1
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        for reader in self._readers:
+            if not reader.full():
+                reader.put_nowait(_encoded(events))
+                continue
+            while not reader.empty():
+                reader.get_nowait()
+            reader.put_nowait(self._everything())
 
     def _add_stored(self, events: list[dict[str, Any]], level: int, key: bytes, parent: bytes | None) -> None:
         """Adds a stored block to the last event, if it continues its chain, or as an event of its own."""
@@ -106,44 +100,41 @@ class KVEventLog:
         place = {"parent_block_hash": before, "block_size": self._block_size, "medium": medium}
         events.append({"type": "BlockStored", "block_hashes": [key.hex()], **place})
 
-    async def stream(self, last_event_id: str, has_ended: Callable[[], bool], ping_s: float) -> AsyncIterator[str]:
+    async def stream(self, has_ended: Callable[[], bool], ping_s: float) -> AsyncIterator[str]:
         """Yields server-sent events.
 
         Args:
-          last_event_id: of the last batch that the reader saw; empty for a new reader.
           has_ended: whether the server ends, and its streams with it.
           ping_s: seconds without an event after which a comment is sent.
         """
         yield f"event: cache\ndata: {json.dumps(self._cache)}\n\n"
-        yielded_s = time.monotonic()
-        epoch, _, number = last_event_id.rpartition("-")
-        place = int(number) + 1 if epoch == self.epoch and number.isdecimal() else -1
-        while not has_ended():
-            # A reader that lets 10,000 batches pass while it takes one is too late as well.
-            if not self._next - len(self._batches) <= place <= self._next:
-                place, text = self._next, self._everything()
-            elif place < self._next:
-                place, text = place + 1, self._batches[place - self._next][1]
-            else:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), min(LOOK_S, ping_s))
-                text = PING if place == self._next and time.monotonic() >= yielded_s + ping_s else ""
-            if text:
-                yield text
-                yielded_s = time.monotonic()
+        yielded_s, reader = time.monotonic(), asyncio.Queue(KEPT)
+        reader.put_nowait(self._everything())
+        self._readers.append(reader)
+        try:
+            while not has_ended():
+                try:
+                    text = await asyncio.wait_for(reader.get(), min(LOOK_S, ping_s))
+                except TimeoutError:
+                    text = PING if time.monotonic() >= yielded_s + ping_s else ""
+                if text:
+                    yield text
+                    yielded_s = time.monotonic()
+        finally:
+            self._readers.remove(reader)
         yield DONE
 
     def _everything(self) -> str:
-        """Returns all blocks as one batch, which stands for all batches so far."""
+        """Returns all blocks as one batch."""
         events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
         for level, blocks in self._blocks.items():
             for key, parent in blocks.items():
                 self._add_stored(events, level, key, parent)
-        return self._encode(self._next - 1, events)
+        return _encoded(events)
 
-    def _encode(self, sequence: int, events: list[dict[str, Any]]) -> str:
-        text = json.dumps({"sequence": sequence, "events": events}, separators=(",", ":"))
-        return f"id: {self.epoch}-{sequence}\ndata: {text}\n\n"
+
+def _encoded(events: list[dict[str, Any]]) -> str:
+    return f"data: {json.dumps({'events': events}, separators=(',', ':'))}\n\n"
 
 
 class Listener:
@@ -217,7 +208,7 @@ async def kv_events(request: Request) -> Response:
             raise APIError(501, f"block hashes would not be those of the token ids: {why}", code="no_kv_events")
         log = request.app.state.kv_events = KVEventLog(llm.engine)
         llm.between_steps(Listener(log, asyncio.get_running_loop()).attach)
-    last, ping_s = request.headers.get("last-event-id", ""), serving.settings.ping_s
-    response = StreamingResponse(log.stream(last, lambda: serving.draining or not llm.is_alive, ping_s))
+    ended = lambda: serving.draining or not llm.is_alive  # noqa: E731
+    response = StreamingResponse(log.stream(ended, serving.settings.ping_s))
     response.raw_headers = list(HEADERS)
     return response

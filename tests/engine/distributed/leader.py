@@ -1,4 +1,4 @@
-"""Process 0 of the jobs in `test_processes`, as a module with SCENARIO MODEL ADDRESS. Prints JSON lines."""
+"""Processes of the jobs in `test_processes`, as a module with SCENARIO MODEL ADDRESS. Prints JSON lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.errors import JobError
+from ksana_jax.engine.distributed.worker import start
 
 # Engines that compile one shape of steps. Their pool of 9 blocks of 4 tokens has no room for two of the requests.
 SETTINGS: dict[str, Any] = {
@@ -79,8 +80,7 @@ def everything(model: str, address: str) -> None:
 
 def forever(model: str, address: str) -> None:
     several = next(engines(model, address))
-    tokens(several, asked(temperature=0))
-    say(running=True)
+    say(running=True, several=tokens(several, asked(temperature=0)))
     while True:
         try:
             tokens(several, asked(temperature=0))
@@ -104,5 +104,30 @@ def running(model: str, address: str, process_id: str) -> None:
     say(several=tokens(several, MIXED), one=tokens(one, MIXED))
 
 
+def spmd(model: str, address: str, process_id: str, seed: str) -> None:
+    """An SPMD program, whose processes make the same calls, if their seeds of the last one are the same."""
+    import jax
+
+    jax.distributed.initialize(address, 2, int(process_id))
+    several = LLM(model, tensor_parallel_size=2, distributed="spmd", **SETTINGS)
+    one = LLM(model, **SETTINGS) if process_id == "0" else several
+    found = tokens(several, MIXED)
+    say(several=found, one=tokens(one, MIXED) if process_id == "0" else found)
+    try:
+        tokens(several, asked(temperature=1.0, seed=int(seed)))
+    except JobError as error:
+        say(error=str(error))
+
+
+def follow(model: str, address: str, *own: str) -> None:
+    """Another process than 0, with process 0's model and settings, or its own."""
+    distributed = {"coordinator_address": address, "num_processes": 2, "process_id": 1, "initialization_timeout": 60}
+    if own:
+        LLM(model, tensor_parallel_size=2, distributed=distributed, **SETTINGS)
+    start(distributed)
+
+
 if __name__ == "__main__":
-    {"everything": everything, "forever": forever, "running": running}[sys.argv[1]](*sys.argv[2:])
+    {"follow": follow, "everything": everything, "forever": forever, "running": running, "spmd": spmd}[sys.argv[1]](
+        *sys.argv[2:]
+    )

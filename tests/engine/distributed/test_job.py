@@ -1,89 +1,93 @@
-"""The end of a process of a job."""
+"""The end of a process of a job, and its agreement with others."""
 
 import os
 import queue
 
+import numpy as np
 import pytest
 
 from ksana_jax.core.errors import ConfigError, JobError
 from ksana_jax.core.hosts_setting import HostsSetting
 from ksana_jax.engine.distributed import job
+from ksana_jax.engine.distributed.driver import SameCalls, digest
 from ksana_jax.engine.distributed.rendezvous import Peer
-from ksana_jax.engine.distributed.wire import Closed
 
 
-class FakeChannel:
-    """A connection that records sent messages, and waits until it is closed."""
+class FakeConnection:
+    """A connection that records sent messages, and on which some arrive."""
 
-    def __init__(self):
-        self.sent, self.closed = [], queue.SimpleQueue()
+    def __init__(self, *messages):
+        self.sent, self.arriving = [], queue.SimpleQueue()
+        for message in messages:
+            self.arriving.put(message)
 
-    def send(self, message):
-        self.sent.append(message)
+    def send_bytes(self, data):
+        self.sent.append(job.pickle.loads(data))
 
-    def receive(self):
-        self.closed.get()
-        raise Closed("of the test")
+    def recv(self):
+        return self.arriving.get()
 
-    def close(self):
-        self.closed.put(None)
+
+@pytest.fixture(autouse=True)
+def stays(monkeypatch):
+    monkeypatch.setattr(job.atexit, "register", lambda function: None)
 
 
 def test_a_forked_child_that_ends_does_not_take_leave_for_its_parent(monkeypatch):
-    monkeypatch.setattr(job.atexit, "register", lambda function: None)
-    monkeypatch.setattr(job, "forget_jax", lambda: None)
-    channel = FakeChannel()
-    found = job.Job(HostsSetting("127.0.0.1:1", 2, 0), [Peer(1, "other", channel)])
+    connection = FakeConnection()
+    found = job.Job(HostsSetting("127.0.0.1:1", 2, 0), [Peer(1, "other", connection)])
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
         found._leave()
-    assert not channel.sent and channel.closed.empty()
+    assert not connection.sent
     found._leave()
-    assert channel.sent == [{"bye": True}]
-
-
-class Talking(FakeChannel):
-    """A connection on which one message arrives."""
-
-    def __init__(self, message):
-        super().__init__()
-        self.message = [message]
-
-    def receive(self):
-        return self.message.pop() if self.message else super().receive()
-
-
-@pytest.mark.parametrize("message", [3, None, [1], "text", {1: 2}, ("step", 0), ("step",), ([], 0)])
-def test_a_message_of_another_form_ends_the_job_with_the_reason(message, monkeypatch):
-    monkeypatch.setattr(job.atexit, "register", lambda function: None)
-    found = job.Job(HostsSetting("127.0.0.1:1", 2, 0), [Peer(1, "other", Talking(message))])
-    with pytest.raises(JobError, match=r"^process 1 \(other\) is gone: what arrived is no message$"):
-        found.replies()
-
-
-def test_a_follower_takes_requests_of_process_0_alone_in_their_form(monkeypatch):
-    monkeypatch.setattr(job.atexit, "register", lambda function: None)
-    leader = Peer(0, "first", Talking(("step", 3, [1])))
-    found = job.Job(HostsSetting("127.0.0.1:1", 2, 1), [leader])
-    assert found.messages.get(timeout=5) == (leader, ("step", 3, [1])) and found.failure is None
-    for message in (("step", "3"), (1, 2), ("step",)):
-        with pytest.raises(Closed):
-            found._checked(message)
-
-
-@pytest.mark.parametrize("welcome", [3, [], {}, {"service": 3, "device": None}, {"service": "a:1"}])
-def test_a_welcome_of_another_form_is_one_clear_error(welcome, monkeypatch):
-    monkeypatch.setattr(job.rendezvous, "reach", lambda *given: Peer(0, "a:1", Talking(welcome)))
-    with pytest.raises(ConfigError, match="what answers at a:1 is not process 0 of this job"):
-        job._follow(HostsSetting("127.0.0.1:1", 2, 1), ())
+    assert connection.sent == [{"bye": True}]
 
 
 def test_where_jax_runs_already_the_setting_is_auto(monkeypatch):
-    from jax._src import distributed
-
-    monkeypatch.setattr(distributed.global_state, "client", object())
-    monkeypatch.setattr(distributed.global_state, "num_processes", 1)
-    with pytest.raises(ConfigError, match=r"jax has already started; where jax\.distributed runs, give auto$"):
-        job._read({"coordinator_address": "127.0.0.1:1", "num_processes": 2, "process_id": 0})
+    monkeypatch.setattr(job.distributed.global_state, "client", object())
+    monkeypatch.setattr(job.distributed.global_state, "num_processes", 1)
+    with pytest.raises(ConfigError, match=r"jax has already started; give auto or spmd where jax\.distributed runs"):
+        job.join({"coordinator_address": "127.0.0.1:1", "num_processes": 2, "process_id": 0}, None)
     with pytest.raises(ConfigError, match=r"jax\.distributed runs with one process"):
-        job._read("auto")
+        job.join("auto", None)
+
+
+def test_without_a_launcher_auto_is_one_clear_error():
+    with pytest.raises(ConfigError, match="distributed is spmd, and jax cannot start: no launcher that jax knows"):
+        job.join("spmd", None)
+
+
+def same_calls(process_id, *messages) -> SameCalls:
+    setting = HostsSetting("127.0.0.1:1", 2, process_id, spmd=True)
+    found = SameCalls(job.Job(setting, [Peer(1 - process_id, "other", FakeConnection(*messages))]), "m", "auto")
+    found.number = 0
+    return found
+
+
+def test_equal_calls_of_an_spmd_program_pass():
+    inputs = ({"tokens": np.arange(3)}, 0.5)
+    ours = ("step", 0, digest(inputs))
+    for workers in (same_calls(0, ours), same_calls(1, [ours, ours])):
+        workers._send("step", *inputs)
+        assert workers.job.failure is None
+
+
+@pytest.mark.parametrize("process_id", [0, 1])
+def test_other_calls_of_an_spmd_program_are_an_error_that_names_the_process(process_id):
+    ours, other = ("step", 0, digest((np.arange(3),))), ("step", 0, "0" * 12)
+    workers = same_calls(0, other) if process_id == 0 else same_calls(1, [other, ours])
+    with pytest.raises(JobError, match=r"^process 1 calls step of engine 0 with inputs \w{12}, process 0 step"):
+        workers._send("step", np.arange(3))
+
+
+def test_a_process_that_ends_while_another_calls_is_named():
+    with pytest.raises(JobError, match=r"^process 0 \(other\) has ended its program, and process 1 calls more steps$"):
+        same_calls(1, {"bye": True})._send("step")
+
+
+def test_digests_differ_with_values_shapes_and_types():
+    inputs = [1, 1.0, "1", None, True, [1], (1,), {1: 1}, np.zeros(2, np.int32), np.zeros(2, np.float32)]
+    inputs += [np.zeros((1, 2), np.int32), [[1], 2], [[1, 2]], HostsSetting("a:1", 2, 0), HostsSetting("a:1", 2, 1)]
+    assert len(set(map(digest, inputs))) == len(inputs)
+    assert digest(np.arange(6).reshape(2, 3).T) == digest(np.arange(6).reshape(2, 3).T.copy())

@@ -40,21 +40,19 @@ def test_an_error_of_a_trial_is_its_last_record(runner, model):
         runner.run(Assignment(trial_of(model, fail_at=1), 0, debug=True))
 
 
-def test_arrays_warnings_and_progress_are_answered(runner, model, fake, monkeypatch):
+def test_arrays_and_warnings_are_answered(runner, model, fake, monkeypatch):
     def run(self, trial):
         trial.progress(0.25)
-        seen.append(runner.fraction())
         import warnings
 
         warnings.warn("beware", stacklevel=1)
         yield {"metric": "value", "value": 1.0, "file": trial.save("a", x=np.arange(3))}
 
-    seen = []
     monkeypatch.setattr(fake.Fake, "run", run)
     trial = trial_of(model)
     answer = runner.run(Assignment(trial, 0))
     assert list(answer.arrays) == [f"{trial.id}.a.npz"] == [answer.records[1][1]["file"]]
-    assert answer.warnings == ["beware"] and seen == [0.25]
+    assert answer.warnings == ["beware"]
 
 
 def test_measurements_that_cannot_be_written_are_an_error_of_the_trial(runner, model, fake, monkeypatch):

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ksana_jax.serve.router import POLICIES, BlockRemoved, BlockStored, EventBatch, NoServer, Router, RouterSettings
+from ksana_jax.serve.router import POLICIES, BlockRemoved, BlockStored, NoServer, Router, RouterSettings
 from tests.serve.router.invariants import check_router
 from tests.serve.router.prompts import request
 
@@ -20,7 +20,7 @@ class Lives(RuleBasedStateMachine):
     def start(self, policy, pool):
         tokens = 1200 if pool else None
         self.router = Router("ab", policy, RouterSettings(100, 1000, pool_tokens=tokens, ttl_s=20))
-        self.now, self.count, self.batches = 0.0, 0, {"a": 0, "b": 0}
+        self.now, self.count = 0.0, 0
         self.open, self.ended = {}, {}
         self.draining = set()
 
@@ -65,7 +65,7 @@ class Lives(RuleBasedStateMachine):
     def drain(self, data):
         if self.router.servers:
             server = data.draw(st.sampled_from(sorted(self.router.servers)))
-            self.router.drain(server)
+            self.router.set_weight(server, 0.0)
             self.draining.add(server)
 
     @rule(data=st.data())
@@ -82,22 +82,14 @@ class Lives(RuleBasedStateMachine):
     def join(self, server):
         if server not in self.router.servers:
             self.router.add_server(server)
-            self.batches[server] = 0
 
-    @rule(data=st.data(), text=TEXTS, gap=st.integers(0, 2), removed=st.booleans())
-    def report(self, data, text, gap, removed):
+    @rule(data=st.data(), text=TEXTS, removed=st.booleans())
+    def report(self, data, text, removed):
         if self.router.servers:
             server = data.draw(st.sampled_from(sorted(self.router.servers)))
             hashes = request("x", 100 * len(text), text).hashes
             events = [BlockStored(hashes), *([BlockRemoved(hashes[len(hashes) // 2 :])] if removed else [])]
-            number = self.batches[server] + gap
-            assert len(self.router.events(server, EventBatch(number, events))) == gap
-            self.batches[server] = number + 1
-
-    @rule(data=st.data(), queued=st.integers(0, 5000), decoding=st.integers(0, 9))
-    def load(self, data, queued, decoding):
-        if self.router.servers:
-            self.router.report(data.draw(st.sampled_from(sorted(self.router.servers))), queued, decoding)
+            self.router.events(server, events)
 
     @invariant()
     def all_is_right(self):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ksana_jax.serve.router import POLICIES, BlockStored, EventBatch, Router, RouterSettings
+from ksana_jax.serve.router import POLICIES, BlockStored, Router, RouterSettings
 from ksana_jax.serve.router.policies.chwbl import _point
 from tests.serve.router.prompts import request
 
@@ -47,8 +47,8 @@ class Reference:
     def wait(self, n):
         ledger, s = self.router.ledger, self.router.settings
         queue = [live for live in ledger.on(n) if not live.decoding]
-        work = sum(live.work for live in queue) + ledger.other_work[n]
-        rows = self.requests(n) - len(queue) + ledger.other_rows[n]
+        work = sum(live.work for live in queue)
+        rows = self.requests(n) - len(queue)
         held = sum(live.held for live in ledger.on(n))
         full = s.pool_tokens is not None and held > s.full_pool * s.pool_tokens
         done_s = min(self.now - ledger.since[n], queue[0].work * self.token_s[n]) if queue else 0
@@ -184,7 +184,6 @@ def live_through(policy, num_servers, count, seed):
     for number in (num_servers - 2, num_servers - 1):
         router.add_server(number, prefill_tokens_per_s=1500)
     reference, now, ready = Reference(router), 0.0, list(range(num_servers))
-    told = [0] * num_servers
     for number in range(count):
         now += dice.expovariate(num_servers)
         if dice.random() < 0.02:
@@ -194,8 +193,7 @@ def live_through(policy, num_servers, count, seed):
         if dice.random() < 0.3:  # a server caches a text, the end of it in host memory
             hashes, place = request("", 600, "".join(dice.choice("aaab") for _ in range(6))).hashes, dice.randrange(7)
             events = [BlockStored(hashes[:place]), BlockStored(hashes[place:], medium="CPU")]
-            told[teller := dice.randrange(num_servers)] += 1
-            router.events(teller, EventBatch(told[teller] - 1, events))
+            router.events(dice.randrange(num_servers), events)
         text = "".join(dice.choice("aaab") for _ in range(dice.randrange(9)))
         asked = request(number, 100 * (len(text) + dice.randrange(4)) + dice.randrange(1, 100), text)
         router.index.sweep(now)

@@ -10,7 +10,6 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.serve.router import (
     BlockRemoved,
     BlockStored,
-    EventBatch,
     NoServer,
     Policy,
     Router,
@@ -56,15 +55,6 @@ def test_the_pace_of_prefill_is_measured():
     assert r.ledger.wait_s(1000.0)[0] == pytest.approx(2.0, rel=0.05)
 
 
-def test_a_report_adds_what_others_sent():
-    r = router("least_work", "ab")
-    r.report("a", queued_tokens=700, num_decoding=0)
-    assert {r.choose(request(n, 100), 0.0) for n in range(5)} == {"b"}
-    r.report("a", queued_tokens=0, num_decoding=0)
-    assert r.choose(request("next", 100), 0.0) == "a"
-    check_router(r)
-
-
 def test_least_work_counts_tokens():
     r = router("least_work", "ab")
     first = r.choose(request(0, 1000), 0.0)
@@ -90,9 +80,8 @@ def test_a_hit_in_host_memory_costs_a_copy():
 
     def choose(*events):
         r = router("min_ttft", "abc")
-        for number, (server, event) in enumerate(events):
-            sequence = sum(other == server for other, _ in events[:number])
-            r.events(server, EventBatch(sequence, [event]))
+        for server, event in events:
+            r.events(server, [event])
         server = r.choose(request(0, 1000, "abcdefgh"), 0.0)
         check_router(r)
         return server, r.ledger.work.sum()
@@ -137,7 +126,7 @@ def test_ties_are_broken_at_random_and_seeds_repeat(policy):
 
 def test_round_robin_skips_servers_that_drain():
     r = router("round_robin", "abcd")
-    r.drain("b")
+    r.set_weight("b", 0.0)
     assert [r.choose(request(n), 0.0) for n in range(5)] == [*"acdac"]
 
 
@@ -146,7 +135,7 @@ def test_a_server_that_warms_up_gets_its_share():
     r.set_weight("b", 0.25)
     chosen = collections.Counter(r.choose(request(n), 0.0) for n in range(4000))
     assert 0.09 < chosen["b"] / 4000 < 0.16  # half of a quarter
-    r.drain("a")
+    r.set_weight("a", 0.0)
     assert r.choose(request("alone"), 0.0) == "b"
 
 
@@ -154,9 +143,9 @@ def test_no_server_is_an_error():
     r = router("random", "ab")
     with pytest.raises(NoServer, match="none of 2 servers is ready for another try"):
         r.choose(request(0), 0.0, exclude=["a", "b"])
-    r.drain("a")
+    r.set_weight("a", 0.0)
     assert r.choose(request(1), 0.0) == "b"
-    r.drain("b")
+    r.set_weight("b", 0.0)
     with pytest.raises(NoServer, match=r"none of 2 servers is ready$"):
         r.choose(request(2), 0.0)
     with pytest.raises(ValueError, match="'1' is under way"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import re
@@ -25,7 +24,6 @@ from ksana_jax.serve.router.proxy.access import Access
 from ksana_jax.serve.router.proxy.answers import error_response, json_response
 from ksana_jax.serve.router.proxy.exchange import Exchange, passed_back
 from ksana_jax.serve.router.proxy.fleet import Fleet, Server, what_failed
-from ksana_jax.serve.router.proxy.launching import Keeper
 from ksana_jax.serve.router.proxy.metrics import exposition
 from ksana_jax.serve.router.proxy.prefixes import ConfiguredPrefixes
 from ksana_jax.serve.router.proxy.prompts import PromptReader
@@ -61,7 +59,7 @@ class Proxy:
 
     Attributes:
       draining: whether the proxy is ending, and refuses new requests. num_open: requests that are being answered.
-      server_headers: with the key of the servers. keeper: starts servers; None if others run them.
+      server_headers: with the key of the servers.
       prefixes: that were given for the policy's table; None without a file of them.
       names_of: models and adapters of servers, by URL; of those that report them.
       access: checks keys. connections: with clients; None until `running` listens.
@@ -80,7 +78,6 @@ class Proxy:
         server_key = self.settings.server_api_key
         self._server_salt = "" if server_key is None else salt_of_key(server_key.encode())
         self.server_headers = {} if server_key is None else {"Authorization": f"Bearer {server_key}"}
-        self.keeper: Keeper | None = None
         self.prefixes: ConfiguredPrefixes | None = None
         self.names_of: Mapping[str, Collection[str]] = {}
         self._numbers = itertools.count()
@@ -238,27 +235,18 @@ class Proxy:
         return json_response({"servers": [self._described(server) for server in self.fleet.servers.values()]})
 
     async def change_server(self, request: web.Request) -> web.Response:
-        """Drains a server, puts it back into service, or starts it again: POST /servers/HOST:PORT/drain, ..."""
+        """Drains a server, or puts it back into service: POST /servers/HOST:PORT/drain, ..."""
         name, verb = request.match_info["name"], request.match_info["verb"]
         server = self.fleet.named(name)
         if server is None:
             known = ", ".join(server.name for server in self.fleet.servers.values())
             raise APIError(404, f"server {name!r:.200} does not exist; there are: {known}", code="server_not_found")
-        if verb == "restart":
-            if self.keeper is None or not self.keeper.keeps(server):
-                raise APIError(400, f"server {server.name} was not started here, see --spawn", code="not_spawned")
-            self.keeper.restart(server, self.settings.shutdown_timeout_s)
-        else:
-            (self.fleet.drain if verb == "drain" else self.fleet.resume)(server)
+        (self.fleet.drain if verb == "drain" else self.fleet.resume)(server)
         return json_response(self._described(server))
 
     def _described(self, server: Server) -> dict[str, Any]:
         num_requests, state = len(server.carried), self.fleet.state(server)
-        described = {"id": server.name, "url": server.url, "state": state, "num_requests": num_requests}
-        own = None if server.own is None else dataclasses.asdict(server.own)
-        if own is not None:
-            own["age_s"] = round(self.fleet.clock() - own.pop("at_s"), 3)
-        return described | {"own": own}
+        return {"id": server.name, "url": server.url, "state": state, "num_requests": num_requests}
 
 
 def root_names(models: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -289,7 +277,7 @@ def make_app(proxy: Proxy) -> web.Application:
     add("GET", "/version", proxy.version)
     add("GET", "/metrics", proxy.metrics)
     add("GET", "/servers", proxy.list_servers)
-    add("POST", "/servers/{name}/{verb:drain|resume|restart}", proxy.change_server)
+    add("POST", "/servers/{name}/{verb:drain|resume}", proxy.change_server)
     return app
 
 

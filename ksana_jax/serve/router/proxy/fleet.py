@@ -23,7 +23,6 @@ from ksana_jax.core.errors import ConfigError, one_line, system_reason
 from ksana_jax.serve.router import NoServer, RoutedRequest, Router, RouterSettings
 from ksana_jax.serve.router.health import Health, HealthSettings, ServerState
 from ksana_jax.serve.router.proxy.settings import ProxySettings
-from ksana_jax.serve.router.proxy.watching import OwnFigures, read_figures
 
 log = logging.getLogger("ksana_jax.serve.router.proxy")
 
@@ -40,7 +39,6 @@ class Server:
 
     Attributes:
       drained: whether an operator took it out of service.
-      own: its own figures of its load; None before its first report.
       probing, following: the tasks that probe it and follow its events.
       trouble: why the last probe did not find it ready; empty if it did.
       carried: time limits of the exchanges that it has; the fleet ends them when it dies.
@@ -55,7 +53,6 @@ class Server:
         self.carried: set[asyncio.Timeout] = set()
         self.probing: asyncio.Task | None = None
         self.following: asyncio.Task | None = None
-        self.own: OwnFigures | None = None
         self.look = asyncio.Event()  # set to probe it now
 
     @contextlib.contextmanager
@@ -208,7 +205,7 @@ class Fleet:
             self.router.remove(server.url, self.clock())
         if server.following is not None:
             server.following.cancel()
-        server.weight, server.own = 0.0, None
+        server.weight = 0.0
         now = asyncio.get_running_loop().time()
         for limit in server.carried:
             with contextlib.suppress(RuntimeError):  # it has just ended
@@ -243,8 +240,6 @@ class Fleet:
                 await asyncio.wait_for(server.look.wait(), self.settings.probe_s)
             server.look.clear()
             await self._probe(server)
-            if server.own is None or self.clock() >= server.own.at_s + self.settings.watch_s:
-                await self._watch(server)
 
     async def _probe(self, server: Server) -> None:
         try:
@@ -260,22 +255,6 @@ class Fleet:
             found = None
         server.health.probe(found, self.clock())
         self._refresh(server)
-
-    async def _watch(self, server: Server) -> None:
-        """Reads a server's own figures of its load, to be shown."""
-        key = self.settings.server_api_key
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        before = self.num_in_ledger(server)
-        try:
-            async with self.session.get(server.url + "/metrics", headers=headers, timeout=self._probe_limit) as got:
-                text = await got.text() if got.status == 200 else ""
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            text = ""
-        server.own = read_figures(text, (before, self.num_in_ledger(server)), self.clock())
-
-    def num_in_ledger(self, server: Server) -> int:
-        """Returns how many unfinished requests a server has by the router's ledger."""
-        return self.router.num_requests(server.url) if server.url in self.router.servers else 0
 
     async def _is_ready(self, server: Server) -> bool:
         for path in PROBED:

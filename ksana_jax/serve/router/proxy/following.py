@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from ksana_jax.serve.router import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from ksana_jax.serve.router import AllBlocksCleared, BlockRemoved, BlockStored
 from ksana_jax.serve.router.proxy.fleet import Fleet, Server
 from ksana_jax.serve.router.proxy.reading import RequestReader
 
@@ -50,40 +50,32 @@ class EventFollower:
         server.following = asyncio.create_task(self._follow(server))
 
     async def _follow(self, server: Server) -> None:
-        last_id = ""
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                headers = self._headers | ({"Last-Event-ID": last_id} if last_id else {})
                 limit = aiohttp.ClientTimeout(total=None, sock_connect=2.0, sock_read=SILENCE_S)
-                async with self._fleet.session.get(server.url + "/kv_events", headers=headers, timeout=limit) as got:
+                async with self._fleet.session.get(
+                    server.url + "/kv_events", headers=self._headers, timeout=limit
+                ) as got:
                     try:
                         if got.status != 200:
                             raise Mismatch(f"status {got.status}: {(await got.text())[:200]}")
                         async for name, data in server_sent_events(got.content):
                             if data == "[DONE]" or data.startswith('{"error"'):
                                 break  # the server shuts down
-                            last_id = self._take(server, name, data, last_id)
-                            if not last_id and name != CACHE:
-                                break  # batches are missing: ask for all
+                            self._take(server, name, data)
                     except (Mismatch, ValueError, KeyError, TypeError) as error:
                         log.warning("server %s: its cache is only estimated: %s", server.name, error)
                         return
             await asyncio.sleep(WAIT_S)
 
-    def _take(self, server: Server, name: str, data: str, last_id: str) -> str:
-        """Takes one event; returns the id of the last batch, empty if there are others missing before it."""
+    def _take(self, server: Server, name: str, data: str) -> None:
+        """Takes the description of a cache, or a batch of its changes."""
         read = json.loads(data)
         if name == CACHE:
-            self._compare(server, read)
-            return last_id
-        batch = EventBatch(read["sequence"], [read_event(event) for event in read["events"]])
-        router = self._fleet.router
-        if batch.events and isinstance(batch.events[0], AllBlocksCleared):
-            router.replay(server.url, [batch])  # all that the server has
-        elif router.events(server.url, batch):
-            return ""
+            return self._compare(server, read)
+        self._fleet.router.events(server.url, map(read_event, read["events"]))
         self.num_batches += 1
-        return name
+        return None
 
     def _compare(self, server: Server, cache: dict[str, Any]) -> None:
         size = self._fleet.router.settings.block_size
@@ -105,7 +97,7 @@ def read_event(event: dict[str, Any]) -> Any:
 
 
 async def server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, str]]:
-    """Yields (event name or id, data) of each event with data."""
+    """Yields (event name, data) of each event with data."""
     buffer = b""
     async for chunk in content.iter_any():
         buffer += chunk
@@ -116,4 +108,4 @@ async def server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[tup
                 name, _, value = line.partition(": ")
                 fields[name] = value
             if "data" in fields:
-                yield fields.get("event") or fields.get("id", ""), fields["data"]
+                yield fields.get("event", ""), fields["data"]

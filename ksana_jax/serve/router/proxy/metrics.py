@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,47 +26,34 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         fleet, counts = self._fleet, self._fleet.router.counts
-        policy = type(fleet.router.policy).__name__
-        yield self._counter(
-            "choices",
-            "requests sent to a server",
-            ("server", "policy"),
-            ((name_of(url), policy, n) for url, n in counts.choices.items()),
-        )
-        yield self._counter("decision_seconds", "time taken by all choices", (), [(fleet.decision_s,)])
-        yield self._counter("prompt_tokens", "prompt tokens sent", (), [(counts.prompt_tokens,)])
-        expected, reported = "hit_tokens_expected", "hit_tokens_reported"
-        yield self._counter(expected, "prompt tokens expected in the cache", (), [(counts.expected_tokens,)])
-        yield self._counter(reported, "prompt tokens that servers reported as cached", (), [(counts.reported_tokens,)])
+        policy, servers = type(fleet.router.policy).__name__, fleet.servers.values()
+        choices = ((name_of(url), policy, n) for url, n in counts.choices.items())
+        yield _counter("choices", "requests sent to a server", choices, "server", "policy")
+        yield _counter("decision_seconds", "time taken by all choices", [(fleet.decision_s,)])
+        yield _counter("prompt_tokens", "prompt tokens sent", [(counts.prompt_tokens,)])
+        yield _counter("hit_tokens_expected", "prompt tokens expected in the cache", [(counts.expected_tokens,)])
+        text = "prompt tokens that servers reported as cached"
+        yield _counter("hit_tokens_reported", text, [(counts.reported_tokens,)])
         text = "expected tokens of the requests that have a report"
-        yield self._counter("hit_tokens_expected_of_reported", text, (), [(counts.reported_of,)])
-        retries = ((reason, n) for reason, n in fleet.num_retries.items())
-        yield self._counter("retries", "requests sent to another server", ("reason",), retries)
-        yield self._counter("broken_streams", "streams that ended with an error", (), [(fleet.num_broken,)])
-        yield self._gauge("requests_queued", "requests that wait in the proxy", (), [(self._num_queued,)])
-        servers = fleet.servers.values()
-        running = ((s.name, len(s.carried)) for s in servers)
-        yield self._gauge("requests_running", "requests that a server has", ("server",), running)
-        carried = sum(len(s.carried) for s in servers)
-        error = abs(len(fleet.router.ledger.live) - carried)
+        yield _counter("hit_tokens_expected_of_reported", text, [(counts.reported_of,)])
+        yield _counter("retries", "requests sent to another server", fleet.num_retries.items(), "reason")
+        yield _counter("broken_streams", "streams that ended with an error", [(fleet.num_broken,)])
+        yield _gauge("requests_queued", "requests that wait in the proxy", [(self._num_queued,)])
+        running = [(s.name, len(s.carried)) for s in servers]
+        yield _gauge("requests_running", "requests that a server has", running, "server")
         text = "requests in the ledger and not under way, or the reverse"
-        yield self._gauge("ledger_unmatched", text, (), [(error,)])
-        own = [(s.name, s.own) for s in servers if s.own is not None]
-        errors = ((name, figures.ledger_error) for name, figures in own)
-        text = "requests that a server says it has, minus those in the ledger"
-        yield self._gauge("ledger_error", text, ("server",), errors)
-        said = [(name, state, getattr(figures, state)) for name, figures in own for state in ("running", "waiting")]
-        yield self._gauge("server_requests", "requests that a server says it has", ("server", "state"), said)
-        usage = ((name, figures.kv_usage) for name, figures in own if figures.kv_usage is not None)
-        yield self._gauge("server_kv_usage", "share of its KV pool that a server says is in use", ("server",), usage)
+        error = abs(len(fleet.router.ledger.live) - sum(count for _, count in running))
+        yield _gauge("ledger_unmatched", text, [(error,)])
         states = ((s.name, state, float(fleet.state(s) == state)) for s in servers for state in STATES)
-        yield self._gauge("server_state", "1 for the state that a server is in", ("server", "state"), states)
+        yield _gauge("server_state", "1 for the state that a server is in", states, "server", "state")
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple]) -> Metric:
-        return _filled(CounterMetricFamily(f"router:{name}", text, labels=labels), values)
 
-    def _gauge(self, name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple]) -> Metric:
-        return _filled(GaugeMetricFamily(f"router:{name}", text, labels=labels), values)
+def _counter(name: str, text: str, values: Iterable[tuple], *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(f"router:{name}", text, labels=labels), values)
+
+
+def _gauge(name: str, text: str, values: Iterable[tuple], *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(f"router:{name}", text, labels=labels), values)
 
 
 def name_of(url: str) -> str:
@@ -74,7 +61,7 @@ def name_of(url: str) -> str:
     return url.partition("://")[2]
 
 
-def _filled(family, values: Iterator | Iterable[tuple]) -> Metric:
+def _filled(family, values: Iterable[tuple]) -> Metric:
     for *labels, value in values:
         family.add_metric(labels, value)
     return family

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,9 +23,8 @@ SHORT_BODY = 4096
 LONGEST_READ = 2**20
 # Seconds until a prompt that is not read yet is routed by its length alone.
 READ_TIMEOUT_S = 1.0
-# Seconds for which servers are not asked to tokenize after one of them did not, and how many answers are kept.
+# Seconds for which servers are not asked to tokenize after one of them did not.
 PAUSE_S = 10.0
-MAX_KEPT_ANSWERS = 1024
 CHARS_PER_TOKEN = 4
 DEFAULT_MAX_TOKENS, MAX_TOKENS = 16, 2**31 - 1
 CHAT = "/v1/chat/completions"
@@ -65,7 +62,6 @@ class RequestReader:
         self._prompts, self._ask, self._block_size = prompts, ask, block_size
         self.model = ""
         self.adapters: Mapping[str, str] = {}
-        self._answers: collections.OrderedDict[bytes, list[int]] = collections.OrderedDict()
         self._threads = ThreadPoolExecutor(2, "tokenize")
         self._asks_from_s = 0.0
 
@@ -146,20 +142,13 @@ class RequestReader:
         names = ("messages", *CHAT_FIELDS) if path == CHAT else ("add_special_tokens",)
         body = {name: asked[name] for name in ("model", *names) if name in asked}
         body |= {} if path == CHAT else {"prompt": prompt}
-        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
-        if (found := self._answers.get(key)) is not None:
-            self._answers.move_to_end(key)
-            return np.array(found, np.int32)
         if time.monotonic() < self._asks_from_s:
             raise OSError("a server did not tokenize a moment ago")
         try:
-            found = self._answers[key] = await asyncio.wait_for(self._ask(body), READ_TIMEOUT_S)
+            return np.array(await asyncio.wait_for(self._ask(body), READ_TIMEOUT_S), np.int32)
         except (OSError, TimeoutError):
             self._asks_from_s = time.monotonic() + PAUSE_S
             raise
-        if len(self._answers) > MAX_KEPT_ANSWERS:
-            self._answers.popitem(last=False)
-        return np.array(found, np.int32)
 
     def close(self) -> None:
         """Ends its threads."""

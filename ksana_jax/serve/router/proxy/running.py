@@ -1,4 +1,4 @@
-"""Runs the proxy: starts or finds servers, serves until a signal comes, and lets requests under way end."""
+"""Runs the proxy: finds servers, serves until a signal comes, and lets requests under way end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -21,7 +20,6 @@ from ksana_jax.serve.router.prefix_file import read_prefix_file
 from ksana_jax.serve.router.proxy.app import Proxy, drain, running
 from ksana_jax.serve.router.proxy.fleet import Fleet
 from ksana_jax.serve.router.proxy.following import EventFollower
-from ksana_jax.serve.router.proxy.launching import Keeper, Launcher
 from ksana_jax.serve.router.proxy.models import SameModel
 from ksana_jax.serve.router.proxy.prefixes import ConfiguredPrefixes
 from ksana_jax.serve.router.proxy.prompts import PromptReader
@@ -34,34 +32,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def route(
-    settings: ProxySettings,
-    router_settings: RouterSettings | None = None,
-    servers: Sequence[str] = (),
-    launcher: Launcher | None = None,
-    num_spawned: int = 0,
+    settings: ProxySettings, router_settings: RouterSettings | None = None, servers: Sequence[str] = ()
 ) -> None:
     """Serves until SIGTERM or Ctrl-C; the second one ends requests under way.
 
     Args:
-      servers: addresses of servers that others run. launcher, num_spawned: starts further servers, and their number.
+      servers: their addresses.
 
     Raises:
-      ConfigError: a setting is invalid, servers serve different models, or those that are started here end at once.
+      ConfigError: a setting is invalid, or servers serve different models.
     """
     stopping, aborting = asyncio.Event(), asyncio.Event()
     with handling(lambda: (aborting if stopping.is_set() else stopping).set()):
-        async with routing(settings, router_settings, servers) as (proxy, url), contextlib.AsyncExitStack() as stack:
-            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if launcher is not None:
-                keeper = proxy.keeper = await stack.enter_async_context(Keeper(proxy.fleet, launcher, num_spawned))
-                failed = keeper.failed
-            say(f"routing by {settings.policy} on {url} to {len(servers) + num_spawned} servers")
+        async with routing(settings, router_settings, servers) as (proxy, url):
+            say(f"routing by {settings.policy} on {url} to {len(servers)} servers")
             for server in proxy.fleet.servers.values():
                 if server.trouble:
                     say(
                         f"server {server.name} is not ready: {server.trouble}; it is asked every {settings.probe_s:g} s"
                     )
-            await _until(stopping, failed)
+            await stopping.wait()
             await _end(proxy, aborting)
 
 
@@ -101,19 +91,6 @@ async def routing(
 def say(text: str) -> None:
     """Shows a line to the user of the command."""
     print(f"ksana: {text}", file=sys.stderr, flush=True)
-
-
-def show(line: str) -> None:
-    """Shows a line of a server's output."""
-    print(line, file=sys.stderr, flush=True)
-
-
-async def _until(stopping: asyncio.Event, failed: asyncio.Future[None]) -> None:
-    stop = asyncio.create_task(stopping.wait())
-    await asyncio.wait((stop, failed), return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    if failed.done():
-        failed.result()
 
 
 async def _end(proxy: Proxy, aborting: asyncio.Event) -> None:
@@ -180,11 +157,6 @@ def handling(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-
-
-def new_key() -> str:
-    """Returns a key for servers that are started here."""
-    return secrets.token_urlsafe(32)
 
 
 def run(serving: Coroutine[Any, Any, None]) -> None:

@@ -36,7 +36,6 @@ class ProxySettings(HTTPSettings):
       connect_timeout_s: within which a server must take a connection.
       probe_s: seconds between probes of a server's health.
       probe_timeout_s: within which it must answer.
-      watch_s: seconds between two looks at a server's own figures of its load, which are shown and decide nothing.
       max_connections: clients at once; None takes half of ulimit -n, at two descriptors each.
       seed: seed of the policy's random choices.
     """
@@ -54,7 +53,6 @@ class ProxySettings(HTTPSettings):
     connect_timeout_s: float = 2.0
     probe_s: float = 2.0
     probe_timeout_s: float = 2.0
-    watch_s: float = 5.0
     max_connections: int | None = None
     seed: int = 0
 
@@ -69,7 +67,6 @@ class ProxySettings(HTTPSettings):
             checks.number("connect_timeout_s", self.connect_timeout_s, above=0, high=3600),
             checks.number("probe_s", self.probe_s, above=0, high=3600),
             checks.number("probe_timeout_s", self.probe_timeout_s, above=0, high=3600),
-            checks.number("watch_s", self.watch_s, above=0),
             checks.integer("max_connections", self.max_connections, 1, 2**31 - 1, optional=True),
             checks.integer("seed", self.seed, 0),
             error=ConfigError,

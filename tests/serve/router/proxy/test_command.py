@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ksana_jax.cli import routing
 from ksana_jax.cli.options import read_template
-from ksana_jax.serve.router.proxy import running, spawning
+from ksana_jax.serve.router.proxy import spawning
 from ksana_jax.serve.router.proxy.models import SameModel
 from tests.serve.router.proxy.harness import scene
 
@@ -32,10 +31,11 @@ ROUTE = {
     "spawn without a model": (("--spawn", "2"), "--spawn needs a number of servers, from 1, and a model"),
     "no servers to start": (("--spawn", "0", "ksana-tiny"), "--spawn needs a number of servers, from 1, and a model"),
     "servers that are none": (("--spawn", "4-2", "ksana-tiny"), "servers are '4-2', must be a number from 1"),
-    "a range on this machine": (("--spawn", "1-4", "ksana-tiny"), "--spawn is 1-4: a number of servers that changes"),
-    "too many to start": (("--spawn", "1000000000", "ksana-tiny"), "--spawn is 1,000,000,000, must be at most 10,000"),
-    "Ray without Ray": ((*SPAWN, "--ray-resources", "{num_cpus: 2}"), "--ray-resources needs --spawn and --on ray"),
-    "Ray without servers": ((*SERVERS, "--on", "ray", "--ray-address", "a:1"), "--ray-address needs --spawn and --on"),
+    "Ray resources": (
+        (*SERVERS, "--ray-resources", "{num_cpus: 2}"),
+        "--ray-resources needs --spawn, which",
+    ),
+    "Ray without servers": ((*SERVERS, "--ray-address", "a:1"), "--ray-address needs --spawn, which starts"),
     "no host": ((*SERVERS, "--host", ""), "host is '', must be an address to listen on"),
     "blocks of no tokens": ((*SERVERS, "--block-size", "0"), "block_size is 0"),
     "option": ((*SERVERS, "--polcy", "x"), "ksana route has no option --polcy; options of ksana serve follow"),
@@ -98,23 +98,6 @@ def test_a_port_in_use_is_told_in_a_line(run_ksana, command):
         assert error_of(run_ksana, *command, "--port", port) == expected
 
 
-def test_servers_that_are_started_get_the_options_of_serve_and_the_router_their_block_size(run_ksana, monkeypatch):
-    found = {}
-
-    async def route(settings, router, addresses, launcher, count):
-        found.update(router=router, command=launcher._command, count=count)
-
-    monkeypatch.setattr(running, "route", route)
-    monkeypatch.setattr(running, "run", asyncio.run)
-    options = ["--max-num-queued-reqs", "64", "block_size=8", "--no-warm-up"]
-    code, *_ = run_ksana("route", "--spawn", "3", "ksana-tiny", *options, "--port", "0")
-    assert code == 0 and found["count"] == 3
-    command = found["command"]
-    assert command[command.index("serve") :][: 2 + len(options)] == ["serve", "ksana-tiny", *options]
-    assert found["router"].block_size == 8
-    assert routing.DEFAULT_BLOCK_SIZE == 16 and spawning.LOCALHOST in command
-
-
 async def test_servers_of_two_models_are_refused():
     async with scene(3) as s:
         s.fakes[1].model = "other"
@@ -130,3 +113,16 @@ def test_a_server_that_does_not_answer_is_named_with_the_reason():
             return (await s.fleet.add(NOBODY)).trouble
 
     assert re.fullmatch("Connection refused", asyncio.run(main()))
+
+
+@pytest.mark.parametrize(
+    ("code", "last", "why"),
+    [
+        (-9, "x", "killed by SIGKILL"),
+        (2, "ksana: error: no such model", "no such model"),
+        (1, "ZeroDivisionError", "exit code 1: ZeroDivisionError"),
+        (3, "", "exit code 3"),
+    ],
+)
+def test_a_servers_end_is_told_by_its_last_line(code, last, why):
+    assert spawning.why_ended(code, last) == why

@@ -1,4 +1,4 @@
-"""`ksana route --on ray`: servers as replicas of Ray Serve, which scale, are killed, and are upgraded."""
+"""`ksana route --spawn`: servers as replicas of Ray Serve, which scale, are killed, and are upgraded."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ def test_the_command_serves_until_it_is_told_to_end():
     async def main():
         port = free_port()
         command = [sys.executable, "-m", "ksana_jax", "route", "--spawn", "1", "ksana-tiny", "max_model_len=64"]
-        options = ["--on", "ray", "--ray-address", "local", "--port", str(port), "--probe-interval", "0.5"]
+        options = ["--ray-address", "local", "--port", str(port), "--probe-interval", "0.5"]
         route = await asyncio.create_subprocess_exec(*command, *options, stderr=asyncio.subprocess.PIPE)
         lines = []
 
