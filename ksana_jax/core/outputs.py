@@ -101,6 +101,7 @@ class RequestOutput:
     prompt_logprobs: if requested, None for the first prompt token, which nothing predicts, then {token_id: Logprob}.
     num_cached_tokens: prompt tokens taken from the prefix cache.
     cache_salt, num_question: of the request, see `RequestInput`.
+    pooled: [D] float32, hidden states of the prompt, if requested; see `PoolingParams`.
     """
 
     request_id: str
@@ -113,6 +114,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     cache_salt: str = ""
     num_question: int = 0
+    pooled: np.ndarray | None = None
 
     @property
     def prefix_report(self) -> PrefixReport | None:
@@ -129,3 +131,21 @@ class RequestOutput:
             if output.error is not None:
                 raise FloatingPointError(f"{self.request_id}: {output.error}")
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingOutput:
+    """An embedding [D]."""
+
+    embedding: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The output of `LLM.embed` for a prompt. num_cached_tokens: see `RequestOutput`."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -9,8 +9,8 @@ from typing import Any
 
 from ksana_jax.core import checks, vllm_names
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.core.outputs import RequestOutput
-from ksana_jax.core.request import SamplingParams
+from ksana_jax.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from ksana_jax.core.request import UNSAMPLED, PoolingParams, SamplingParams
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.loaded_model import LoadedModel
 from ksana_jax.engine.progress import progress_bar
@@ -75,7 +75,10 @@ class LLM(LoadedModel, Sessions):
             vllm_names.refuse_unknown("LLM.generate", others, _GENERATE_KEYWORDS)
         checks.require(checks.boolean("use_tqdm", use_tqdm))
         asked = prompts, sampling_params, prompt_token_ids, lora_request
-        requests, outputs = self._make_requests(*asked, streams=False), {}
+        return self._complete(self._make_requests(*asked, streams=False), use_tqdm)
+
+    def _complete(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        outputs = {}
         with progress_bar(requests) if use_tqdm else contextlib.nullcontext() as bar:
             for output in self._serving.serve(requests):
                 if output.finished:
@@ -121,6 +124,38 @@ class LLM(LoadedModel, Sessions):
         """
         prompts = chat_prompts(messages, self.tokenizer, options, "LLM.chat")
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns embeddings of prompts: hidden states after the model's final norm, pooled.
+
+        Args:
+          prompts, use_tqdm, lora_request: as in `generate`; a prompt leaves room for one token.
+          pooling_params: None takes the last token's, scaled to length 1.
+
+        Raises:
+          ValueError, RuntimeError: as `generate`. FloatingPointError: a prompt's scores are not finite.
+        """
+        pooling = pooling_params or PoolingParams()
+        pooling.check(self.engine.model.d_model)
+        asked = read_requests(prompts, UNSAMPLED, None, self.tokenizer, lora_request, streams=False)
+        asked = [one._replace(pooling_type=pooling.pooling_type) for one in asked]
+        found = []
+        for output in self._complete(self._serving.new_requests(asked), use_tqdm):
+            assert output.check().pooled is not None
+            embedding = EmbeddingOutput(pooling.embedding(output.pooled).tolist())
+            found.append(
+                EmbeddingRequestOutput(
+                    output.request_id, embedding, output.prompt_token_ids, output.num_cached_tokens
+                )
+            )
+        return found
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -22,24 +22,45 @@ def add_prompt_scores(rows: Rows, step: Step, output: StepOutput, rows_of: dict[
     Args:
       rows_of: row of each completion that wants them.
     """
-    scores, batch = output.prompt_scores, step.batch
+    scores = output.prompt_scores
     assert scores is not None, "the executor was given targets and returned no scores"
-    where = {row: i for i, row in enumerate(batch.rows.tolist()) if row not in batch.gone}
-    for completion, row in rows_of.items():
-        seq, count = completion.seq, completion.seq.params.prompt_logprobs
-        if count is None or row not in where or row in rows.probes:
+    for seq, row, start, computed, token in _computed(rows, step, rows_of):
+        if (count := seq.params.prompt_logprobs) is None:
             continue
-        i = where[row]
-        computed = int(batch.num_per_row[i])
-        last = step.ends[i]
-        start = int(step.input.arrays.positions[last]) + 1 - computed
         # The step scored prompt tokens start + 1 to start + computed; after a preemption, some are scored again.
         first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
-        token = int(last) + 1 - computed + (first - 1 - start)
+        token += first - 1 - start
         for offset in range(max(end + 1 - first, 0)):
             token_id = int(rows.token_ids[row, first + offset])
             seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
         seq.num_scored = max(seq.num_scored, end + 1)
+
+
+def add_hidden(rows: Rows, step: Step, output: StepOutput, rows_of: dict[Completion, int]) -> None:
+    """Adds the hidden states of the prompt tokens computed by this step to `Request.pooled`; called before
+    `Scheduler.settle`, arguments as of `add_prompt_scores`."""
+    assert output.hidden is not None, "the executor was asked for hidden states and returned none"
+    for seq, _, start, computed, token in _computed(rows, step, rows_of):
+        last = seq.num_prompt - 1 if seq.pooling_type == "LAST" else 0
+        first, end = max(seq.num_pooled, start, last), min(start + computed, seq.num_prompt)
+        if seq.pooling_type is not None and first < end:
+            found = output.hidden[token + first - start : token + end - start].sum(axis=0, dtype=np.float64)
+            before, request = seq.owner.pooled, seq.owner
+            request.pooled = (found / (seq.num_prompt - last) + (0 if before is None else before)).astype(np.float32)
+            seq.num_pooled = end
+
+
+def _computed(
+    rows: Rows, step: Step, rows_of: dict[Completion, int]
+) -> Iterator[tuple[Sequence, int, int, int, int]]:
+    """Yields, for each row of a step but probes: sequence, row, position of its first token in the step, number of its
+    tokens, and place of the first among the step's."""
+    batch = step.batch
+    where = {row: i for i, row in enumerate(batch.rows.tolist()) if row not in batch.gone}
+    for completion, row in rows_of.items():
+        if row in where and row not in rows.probes:
+            count, last = int(batch.num_per_row[where[row]]), int(step.ends[where[row]])
+            yield completion.seq, row, int(step.input.arrays.positions[last]) + 1 - count, count, last + 1 - count
 
 
 def advance_beams(
