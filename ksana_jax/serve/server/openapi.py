@@ -10,7 +10,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from ksana_jax.serve.server.auth import OPEN_PATHS
-from ksana_jax.serve.server.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ksana_jax.serve.server.request_models import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from ksana_jax.serve.server.responses_models import ResponsesRequest
 
 Schema = dict[str, Any]
@@ -41,6 +47,7 @@ _POSTED = {
     "/v1/completions": ("Continue texts or token ids", CompletionRequest, "completion"),
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, "completion"),
     "/v1/responses": ("Answer a conversation by items", ResponsesRequest, "any"),
+    "/v1/embeddings": ("Embeddings of texts or token ids", EmbeddingRequest, "any"),
     "/tokenize": ("Token ids of a text or a conversation", TokenizeRequest, "tokens"),
     "/detokenize": ("Text of token ids", DetokenizeRequest, "text"),
 }

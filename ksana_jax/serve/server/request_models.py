@@ -78,6 +78,9 @@ LogitBias = Annotated[
 class Named(Body):
     """A request to one of several models."""
 
+    # The field that an error about a prompt names.
+    prompt_field: ClassVar = "prompt"
+
     model: str | None = Field(None, max_length=512, description="one of /v1/models; absent takes the first")
 
 
@@ -125,11 +128,6 @@ class Sampling(Body):
             return SamplingParams(**given | more)
         except ValueError as error:
             raise self.refused(error) from None
-
-    def refused(self, error: ValueError) -> APIError:
-        """Returns an error of the engine as one of the field with which its message begins, if it is one."""
-        first = re.split(r"[ .]", str(error), maxsplit=1)[0]
-        return bad_request(str(error), first if first in type(self).model_fields else None)
 
 
 class StreamOptions(Body):
@@ -210,6 +208,36 @@ class CompletionRequest(Generation):
         return self
 
 
+class EmbeddingRequest(Named):
+    """POST /v1/embeddings. The last one is accepted and changes nothing."""
+
+    unsupported = {"embed_dtype": ["float32"], "endianness": ["native", "little"], "priority": [0], "messages": []}
+    prompt_field = "input"
+    stream: ClassVar = False
+    max_tokens: ClassVar = 1
+
+    input: Text | Texts | Ids | IdLists = Field(description="a text, token ids, or a list of either")
+    encoding_format: Literal["float", "base64"] = Field("float", description="base64 is of float32, little-endian")
+    dimensions: Positive | None = Field(None, description="the model's own number only: nothing is truncated")
+    pooling_type: Literal["LAST", "MEAN"] = Field("LAST", description="the last token's hidden state, or the mean of all")
+    use_activation: bool = Field(True, description="scale embeddings to length 1")
+    truncate_prompt_tokens: Positive | Literal[-1] | None = Field(
+        None, description="last tokens of each input that are kept; -1 keeps what fits"
+    )
+    add_special_tokens: bool = Field(True, description="add the tokens that the model's files specify, usually BOS")
+    request_id: str | None = Field(None, min_length=1, max_length=128, description="the end of the answer's id")
+    cache_salt: Name | None = Field(None, description="divides the prefix cache of your API key further")
+    user: str | None = None
+
+    def prompts(self) -> list[str | np.ndarray]:
+        """Returns texts, or token ids as int32 [n], of one prompt or several."""
+        given: Any = self.input
+        return [given] if isinstance(given, (str, np.ndarray)) else given
+
+    def refused(self, error: ValueError) -> APIError:
+        return super().refused(ValueError(re.sub("^prompt ", "input ", str(error))))
+
+
 class Template(Body):
     """Fields that turn messages into a prompt."""
 
@@ -229,6 +257,8 @@ class Template(Body):
 
 class ChatRequest(Template, Generation):
     """POST /v1/chat/completions."""
+
+    prompt_field = "messages"
 
     messages: Messages = Field(description="the conversation so far")
     max_completion_tokens: Positive | None = Field(None, description="maximum tokens of output; absent takes what fits")
