@@ -259,7 +259,7 @@ class PoolingParams:
     def check(self, d_model: int) -> None:
         """Raises ValueError unless `dimensions` is that of a model."""
         if self.dimensions not in (None, d_model):
-            raise ValueError(f"dimensions is {self.dimensions:,}, embeddings of this model have {d_model:,}, all of them")
+            raise ValueError(f"dimensions is {self.dimensions:,}, must be {d_model:,} or absent: nothing is truncated")
 
     def embedding(self, pooled: np.ndarray) -> np.ndarray:
         """Returns the embedding [D] float32 of pooled hidden states."""

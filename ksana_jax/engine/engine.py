@@ -71,7 +71,7 @@ class Engine(IdleChanges):
         self.first_tokens: list[Request] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
-        # Completions that are read token by token, inspected, or score or pool their prompt; a dict keeps the order of arrival.
+        # Completions that are read token by token, inspected, or score or pool prompts; a dict keeps their order.
         self._watched: dict[Completion, None] = {}
         # Runs every change of the engine, one at a time.
         self.lock = EngineLock(self._reset)

@@ -151,9 +151,7 @@ class LLM(LoadedModel, Sessions):
             assert output.check().pooled is not None
             embedding = EmbeddingOutput(pooling.embedding(output.pooled).tolist())
             found.append(
-                EmbeddingRequestOutput(
-                    output.request_id, embedding, output.prompt_token_ids, output.num_cached_tokens
-                )
+                EmbeddingRequestOutput(output.request_id, embedding, output.prompt_token_ids, output.num_cached_tokens)
             )
         return found
 

@@ -50,9 +50,7 @@ def add_hidden(rows: Rows, step: Step, output: StepOutput, rows_of: dict[Complet
             seq.num_pooled = end
 
 
-def _computed(
-    rows: Rows, step: Step, rows_of: dict[Completion, int]
-) -> Iterator[tuple[Sequence, int, int, int, int]]:
+def _computed(rows: Rows, step: Step, rows_of: dict[Completion, int]) -> Iterator[tuple[Sequence, int, int, int, int]]:
     """Yields, for each row of a step but probes: sequence, row, position of its first token in the step, number of its
     tokens, and place of the first among the step's."""
     batch = step.batch

@@ -83,9 +83,7 @@ def chat_form(model: ServedModel, asked: ChatRequest, prompt: PromptIds, parser_
     several, grammar = asked.parallel_tool_calls is not False, None
     if forced or any(tool.strict for tool in tools):
         if (parser.form is None or parser.channels) and not forced:
-            raise bad_request(
-                "tools has strict, which needs tool_choice required with calls of this model", "tools"
-            )
+            raise bad_request("tools has strict, which needs tool_choice required with calls of this model", "tools")
         # Calls that are not JSON are forced in the form of Llama's.
         parser = parser if parser.form else LLAMA
         assert parser.form is not None

@@ -74,9 +74,7 @@ async def one_prompt(serving: Serving, asked: OnePrompt) -> PromptIds:
     return await chat_prompt(serving, asked)
 
 
-async def text_prompt(
-    serving: Serving, text: str, add_special_tokens: bool, field: str = "prompt"
-) -> PromptIds:
+async def text_prompt(serving: Serving, text: str, add_special_tokens: bool, field: str = "prompt") -> PromptIds:
     """Returns a text as a prompt; raises APIError as `completion_prompts`."""
     tokenizer = _tokenizer(serving.model, field)
     _check_chars(serving.model, len(text), field)

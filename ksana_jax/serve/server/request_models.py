@@ -211,7 +211,12 @@ class CompletionRequest(Generation):
 class EmbeddingRequest(Named):
     """POST /v1/embeddings. The last one is accepted and changes nothing."""
 
-    unsupported = {"embed_dtype": ["float32"], "endianness": ["native", "little"], "priority": [0], "messages": []}
+    unsupported: ClassVar = {
+        "embed_dtype": ["float32"],
+        "endianness": ["native", "little"],
+        "priority": [0],
+        "messages": [],
+    }
     prompt_field = "input"
     stream: ClassVar = False
     max_tokens: ClassVar = 1
@@ -219,7 +224,7 @@ class EmbeddingRequest(Named):
     input: Text | Texts | Ids | IdLists = Field(description="a text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64 is of float32, little-endian")
     dimensions: Positive | None = Field(None, description="the model's own number only: nothing is truncated")
-    pooling_type: Literal["LAST", "MEAN"] = Field("LAST", description="the last token's hidden state, or the mean of all")
+    pooling_type: Literal["LAST", "MEAN"] = Field("LAST", description="hidden state of the last token, or the mean")
     use_activation: bool = Field(True, description="scale embeddings to length 1")
     truncate_prompt_tokens: Positive | Literal[-1] | None = Field(
         None, description="last tokens of each input that are kept; -1 keeps what fits"

@@ -97,7 +97,7 @@ def test_openai_client_gets_floats_and_base64(served, llm):
         ({"input": []}, "input", "at least 1"),
         ({"input": [[]]}, "input", "at least 1"),
         ({"input": 5}, "input", "must be"),
-        ({"input": "a", "dimensions": 3}, "dimensions", "dimensions is 3, embeddings of this model have"),
+        ({"input": "a", "dimensions": 3}, "dimensions", "dimensions is 3, must be"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
         ({"input": "a", "pooling_type": "CLS"}, "pooling_type", "'LAST' or 'MEAN'"),
         ({"input": [99999]}, "input", "input has token id 99999, ids go from 0 to"),

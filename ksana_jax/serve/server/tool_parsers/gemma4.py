@@ -10,6 +10,7 @@ from ksana_jax.serve.server.tool_parsers.base import Call, Read, ToolParser, arg
 
 # A word outside texts; with a colon, a key.
 _WORD = re.compile(r"([^\s{}\[\],:]+)(\s*:)?")
+_JSON = re.compile(r'true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|".*"')
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -33,7 +34,7 @@ def read(text: str, *, start: str, end: str, quote: str) -> Read | None:
 
 def _as_json(word: re.Match[str]) -> str:
     text = _LITERALS.get(word[1], word[1])
-    if word[2] is None and (text in _LITERALS.values() or re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|\".*\"", text)):
+    if word[2] is None and _JSON.fullmatch(text):
         return text
     return json.dumps(word[1].strip('"')) + (word[2] or "")
 

@@ -35,6 +35,6 @@ HARMONY = ToolParser(
     starts=STARTS,
     end=">",
     read=read,
-    form=Form(f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>", "", "<|call|><|start|>assistant"),
+    form=Form(f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>", "", f"<|call|>{STARTS[1]}"),
     channels="<|channel|>final<|message|>",
 )

@@ -9,9 +9,7 @@ from ksana_jax.serve.server.tool_parsers.base import Call, Read, ToolParser
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>")  # Qwen3-Coder forgets <tool_call> at times
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL
-)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
 _CLOSE = re.compile(r"\s*</function>\s*</tool_call>")
 
 

@@ -87,7 +87,8 @@ READ += [
     ("gemma4", "So: <|tool_call>call:f{a:1}<tool_call|><|tool_call>call:g{}<tool_call|>", ["So:", F, G]),
     (
         "gemma4",
-        f"<|tool_call>call:f{{b:{Q}a, \"b\": {{c}}<tool_call|>\n{Q},c:[{Q}x{Q},-1.5e3,null],d:true,o:{{k:{{}},7:{Q}{Q}}}}}<tool_call|>",
+        f'<|tool_call>call:f{{b:{Q}a, "b": {{c}}<tool_call|>\n{Q},c:[{Q}x{Q},-1.5e3,null],d:true,'
+        f"o:{{k:{{}},7:{Q}{Q}}}}}<tool_call|>",
         [called(b='a, "b": {c}<tool_call|>\n', c=["x", -1500.0, None], d=True, o={"k": {}, "7": ""})],
     ),
     ("gemma4", "<|tool_call>call:f{b:red}<tool_call|>", [called(b="red")]),
@@ -181,8 +182,8 @@ def test_what_is_no_call_stays_text(name, text):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{think}<|end|>{call}{{\"a\": 1}}", [("Hm.",), F]),
-        ("{think}<|end|>{call}{{\"a\": 1}}<|call|>", [("Hm.",), F]),
+        ('{think}<|end|>{call}{{"a": 1}}', [("Hm.",), F]),
+        ('{think}<|end|>{call}{{"a": 1}}<|call|>', [("Hm.",), F]),
         ("{think}<|end|>{start}{final}Yes.\n\n{{}} <b>", [("Hm.",), "Yes.\n\n{} <b>"]),
         ("{think}<|end|>{start}{final}Yes.<|return|>", [("Hm.",), "Yes."]),
         ("{final}Yes.", ["Yes."]),
@@ -191,8 +192,8 @@ def test_what_is_no_call_stays_text(name, text):
             "{think}<|end|>{start}{preamble}I call f.<|end|>{start}{think}<|end|>{call}{{}}<|call|>{call}{{}}",
             [("Hm.",), "I call f.", ("Hm.",), called(), called()],
         ),
-        ("{think}<|end|>{start} to=functions.f<|channel|>commentary json<|message|>{{\"a\": 1}}", [("Hm.",), F]),
-        ("{think}<|end|>{start}<|channel|>commentary to=functions.f<|constrain|>json<|message|>{{}}", [("Hm.",), called()]),
+        ('{think}<|end|>{start} to=functions.f<|channel|>commentary json<|message|>{{"a": 1}}', [("Hm.",), F]),
+        ("{start}<|channel|>commentary to=functions.f<|constrain|>json<|message|>{{}}", [called()]),
     ],
 )
 def test_channels_are_divided(text, expected):
