@@ -133,16 +133,12 @@ class RequestOutput:
         return self
 
 
-@dataclasses.dataclass(frozen=True)
-class EmbeddingOutput:
-    """An embedding [D]."""
-
+class EmbeddingOutput(NamedTuple):
     embedding: list[float]
 
 
-@dataclasses.dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """The output of `LLM.embed` for a prompt. num_cached_tokens: see `RequestOutput`."""
+class EmbeddingRequestOutput(NamedTuple):
+    """The output of `LLM.embed` for a prompt: `outputs.embedding` has D numbers."""
 
     request_id: str
     outputs: EmbeddingOutput

@@ -261,8 +261,9 @@ class PoolingParams:
         if self.dimensions not in (None, d_model):
             raise ValueError(f"dimensions is {self.dimensions:,}, must be {d_model:,} or absent: nothing is truncated")
 
-    def embedding(self, pooled: np.ndarray) -> np.ndarray:
-        """Returns the embedding [D] float32 of pooled hidden states."""
+    def embedding(self, pooled: np.ndarray | None) -> np.ndarray:
+        """Returns the embedding [D] float32 of `RequestOutput.pooled`."""
+        assert pooled is not None
         length = float((pooled * pooled).sum()) ** 0.5 if self.use_activation else 1.0
         return pooled / (length or 1.0)
 

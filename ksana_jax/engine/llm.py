@@ -133,27 +133,24 @@ class LLM(LoadedModel, Sessions):
         use_tqdm: bool = False,
         lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns embeddings of prompts: hidden states after the model's final norm, pooled.
+        """Returns embeddings of prompts, hidden states after the final norm; arguments and errors as of `generate`.
 
         Args:
-          prompts, use_tqdm, lora_request: as in `generate`; a prompt leaves room for one token.
           pooling_params: None takes the last token's, scaled to length 1.
 
         Raises:
-          ValueError, RuntimeError: as `generate`. FloatingPointError: a prompt's scores are not finite.
+          FloatingPointError: a prompt's scores are not finite.
         """
         pooling = pooling_params or PoolingParams()
         pooling.check(self.engine.model.d_model)
         asked = read_requests(prompts, UNSAMPLED, None, self.tokenizer, lora_request, streams=False)
         asked = [one._replace(pooling_type=pooling.pooling_type) for one in asked]
-        found = []
-        for output in self._complete(self._serving.new_requests(asked), use_tqdm):
-            assert output.check().pooled is not None
-            embedding = EmbeddingOutput(pooling.embedding(output.pooled).tolist())
-            found.append(
-                EmbeddingRequestOutput(output.request_id, embedding, output.prompt_token_ids, output.num_cached_tokens)
-            )
-        return found
+        outputs = self._complete(self._serving.new_requests(asked), use_tqdm)
+        found = [EmbeddingOutput(pooling.embedding(output.check().pooled).tolist()) for output in outputs]
+        return [
+            EmbeddingRequestOutput(output.request_id, one, output.prompt_token_ids, output.num_cached_tokens)
+            for output, one in zip(outputs, found, strict=True)
+        ]
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.

@@ -6,7 +6,6 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,18 +37,16 @@ async def create(request: Request) -> Response:
     salt, adapter = cache_salt(request, asked.cache_salt), model.adapters.get(asked.model or "")
     given = {"request_id": head["id"], "salt": salt, "adapter": adapter, "pooling_type": pooling.pooling_type}
     streams = await submit(serving, prompts, UNSAMPLED, asked, **given)
-    settings = {"pooling_type": pooling.pooling_type, "use_activation": pooling.use_activation}
 
     def answer(outputs: Sequence[RequestOutput]) -> Response:
-        data: list[dict[str, Any]] = []
-        for index, output in enumerate(outputs):
-            assert output.pooled is not None
-            found = pooling.embedding(output.pooled)
-            encoded = asked.encoding_format == "base64"
-            value = base64.b64encode(found.astype(np.dtype("<f4")).tobytes()).decode() if encoded else found.tolist()
-            data.append({"object": "embedding", "index": index, "embedding": value})
+        found = [pooling.embedding(output.pooled) for output in outputs]
+        values: list[Any] = [embedding.tolist() for embedding in found]
+        if asked.encoding_format == "base64":
+            values = [base64.b64encode(embedding.astype("<f4").tobytes()).decode() for embedding in found]
+        data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
         count, cached = sum(len(prompt.ids) for prompt in prompts), sum(one.num_cached_tokens for one in outputs)
         usage = {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": {"cached_tokens": cached}}
-        return json_response({**head, "data": data, "usage": usage, **settings})
+        made = {"pooling_type": pooling.pooling_type, "use_activation": pooling.use_activation}
+        return json_response({**head, "data": data, "usage": usage, **made})
 
     return await reply(request, streams, answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -91,14 +92,9 @@ def with_types(call: Call, schema: Mapping[str, Any] | None) -> Call:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return text
-    kinds: set[str] = set()
-    for one in (schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        given = one.get("type") if isinstance(one, dict) else None
-        kinds |= {given} if isinstance(given, str) else set(given or ())
+    kinds = _KIND.findall(json.dumps(schema))
     try:
-        value = _DECODER.decode(_LITERALS.get(text.strip(), text))
+        value = text if schema is None else _DECODER.decode(LITERALS.get(text.strip(), text))
     except (ValueError, RecursionError):
         return text
     kind = {dict: "object", list: "array", type(None): "null"}.get(type(value), "")
@@ -124,7 +120,8 @@ def json_at(text: str, start: int = 0) -> tuple[Any, int] | None:
         raise ValueError("JSON is nested too deep") from None
 
 
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_KIND = re.compile(r'"(string|null|object|array|integer|number|boolean)"')
+LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _refuse(name: str) -> None:

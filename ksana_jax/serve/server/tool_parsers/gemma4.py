@@ -1,48 +1,38 @@
-"""<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>: Gemma 4; FunctionGemma with other tokens."""
+"""<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>: Gemma 4."""
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 
-from ksana_jax.serve.server.tool_parsers.base import Call, Read, ToolParser, arguments_of, json_at
+from ksana_jax.serve.server.tool_parsers.base import LITERALS, Call, Read, ToolParser, arguments_of, json_at
 
+START, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 # A word outside texts; with a colon, a key.
 _WORD = re.compile(r"([^\s{}\[\],:]+)(\s*:)?")
-_JSON = re.compile(r'true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|".*"')
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_JSON = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
-def read(text: str, *, start: str, end: str, quote: str) -> Read | None:
-    """Returns the call between two tokens, texts between quotes; see `ToolParser.read`."""
-    at = -1
-    while (at := text.find(end, at + 1)) >= 0:
-        if text.count(quote, 0, at) % 2 == 0:  # not in a text
-            break
-    else:
+def read(text: str) -> Read | None:
+    """Returns the call between the tokens; see `ToolParser.read`."""
+    at = text.find(END)
+    while at >= 0 and text.count(QUOTE, 0, at) % 2:  # in a text
+        at = text.find(END, at + 1)
+    if at < 0:
         return None
-    name, brace, inside = text[len(start) : at].strip().removeprefix("call:").partition("{")
-    parts = (brace + inside).split(quote)
+    name, brace, inside = text[len(START) : at].strip().removeprefix("call:").partition("{")
+    parts = (brace + inside).split(QUOTE)
     parts[::2] = [_WORD.sub(_as_json, part) for part in parts[::2]]
-    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    found = json_at("".join(parts))
-    if found is None or found[1] != len("".join(parts)):
+    parts[1::2] = map(json.dumps, parts[1::2])
+    found = json_at(written := "".join(parts))
+    if found is None or found[1] != len(written):
         raise ValueError("arguments are no object")
-    return [Call(name.strip(), arguments_of(found[0]))], at + len(end)
+    return [Call(name.strip(), arguments_of(found[0]))], at + len(END)
 
 
 def _as_json(word: re.Match[str]) -> str:
-    text = _LITERALS.get(word[1], word[1])
-    if word[2] is None and _JSON.fullmatch(text):
-        return text
-    return json.dumps(word[1].strip('"')) + (word[2] or "")
+    text = LITERALS.get(word[1], word[1])
+    return text if word[2] is None and _JSON.fullmatch(text) else json.dumps(word[1].strip('"')) + (word[2] or "")
 
 
-def _parser(template: str, start: str, end: str, quote: str) -> ToolParser:
-    reader = functools.partial(read, start=start, end=end, quote=quote)
-    return ToolParser(templates=(template,), starts=(start,), end=end, read=reader, form=None)
-
-
-GEMMA4 = _parser("<|tool_call>", "<|tool_call>", "<tool_call|>", '<|"|>')
-FUNCTION_GEMMA = _parser("<start_function_call>", "<start_function_call>", "<end_function_call>", "<escape>")
+GEMMA4 = ToolParser(templates=(START,), starts=(START,), end=END, read=read, form=None)

@@ -92,11 +92,6 @@ READ += [
         [called(b='a, "b": {c}<tool_call|>\n', c=["x", -1500.0, None], d=True, o={"k": {}, "7": ""})],
     ),
     ("gemma4", "<|tool_call>call:f{b:red}<tool_call|>", [called(b="red")]),
-    (
-        "functiongemma",
-        "<start_function_call>call:f{b:<escape>x<escape>}<end_function_call>",
-        [called(b="x")],
-    ),
 ]
 # Texts that stay as they are.
 BROKEN = [
@@ -271,7 +266,6 @@ def test_a_message_has_only_what_the_answer_has():
         ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "qwen3_xml"),
         ("<｜DSML｜function_calls>", "deepseek_v32"),
         ("{{ '<|tool_call>call:' }}", "gemma4"),
-        ("<start_function_call>", "functiongemma"),
         ("<|channel|>analysis<|message|>", "openai"),
         ("```tool_code", "gemma"),
         ("{{ messages }}", "llama3_json"),
