@@ -17,7 +17,7 @@ from ksana_jax.engine.changes import IdleChanges
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.engine_lock import EngineLock
 from ksana_jax.engine.request_factory import RequestFactory
-from ksana_jax.engine.scores import add_hidden, add_prompt_scores, advance_beams
+from ksana_jax.engine.scores import add_prompt_scores, advance_beams
 from ksana_jax.engine.steps import Step
 from ksana_jax.engine.watched import WatchedCompletion, add_tokens
 from ksana_jax.scheduler.scheduler import Scheduler
@@ -210,10 +210,8 @@ class Engine(IdleChanges):
         self.first_tokens = self._note_first_tokens(batch, now)
         # Before sequences leave their rows.
         watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}
-        if step.input.targets is not None:
+        if step.input.targets is not None or step.input.pools:
             add_prompt_scores(rows, step, output, watched)
-        if step.input.pools:
-            add_hidden(rows, step, output, watched)
         finished = self.scheduler.settle(batch, *step.of_rows(output))
         reported = add_tokens(self.scheduler, step, output, watched) if watched else {}
         for inspect in self.inspectors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,48 +17,41 @@ from ksana_jax.scheduler.step.types import ScheduledBatch, StepOutput
 
 
 def add_prompt_scores(rows: Rows, step: Step, output: StepOutput, rows_of: dict[Completion, int]) -> None:
-    """Adds the log-probabilities of the prompt tokens scored by this step; called before `Scheduler.settle`.
+    """Adds the log-probabilities and hidden states of prompt tokens that this step reports; called before
+    `Scheduler.settle`.
 
     Args:
       rows_of: row of each completion that wants them.
     """
-    scores = output.prompt_scores
-    assert scores is not None, "the executor was given targets and returned no scores"
-    for seq, row, start, computed, token in _computed(rows, step, rows_of):
-        if (count := seq.params.prompt_logprobs) is None:
+    scores, batch = output.prompt_scores, step.batch
+    assert scores is not None or step.input.targets is None, "the executor was given targets and returned no scores"
+    hidden = None if output.hidden is None else np.asarray(output.hidden)
+    assert hidden is not None or not step.input.pools, "the executor was asked for hidden states and returned none"
+    where = {row: i for i, row in enumerate(batch.rows.tolist()) if row not in batch.gone}
+    for completion, row in rows_of.items():
+        seq, count = completion.seq, completion.seq.params.prompt_logprobs
+        if (count is None and not seq.pooling_type) or row not in where or row in rows.probes:
+            continue
+        i = where[row]
+        computed = int(batch.num_per_row[i])
+        last = step.ends[i]
+        start = int(step.input.arrays.positions[last]) + 1 - computed
+        token = int(last) + 1 - computed - start  # that of position 0
+        if hidden is not None and seq.pooling_type:
+            least = seq.num_prompt - 1 if seq.pooling_type == "LAST" else 0
+            first, end = max(seq.num_pooled, start, least), min(start + computed, seq.num_prompt)
+            if first < end:
+                found = hidden[token + first : token + end].sum(axis=0, dtype=np.float64) / (seq.num_prompt - least)
+                before = 0 if seq.owner.pooled is None else seq.owner.pooled
+                seq.owner.pooled, seq.num_pooled = (before + found).astype(np.float32), end
+        if count is None or scores is None:
             continue
         # The step scored prompt tokens start + 1 to start + computed; after a preemption, some are scored again.
         first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
-        token += first - 1 - start
         for offset in range(max(end + 1 - first, 0)):
             token_id = int(rows.token_ids[row, first + offset])
-            seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
+            seq.owner.prompt_logprobs.append(top_logprobs(scores, token + first - 1 + offset, token_id, count))
         seq.num_scored = max(seq.num_scored, end + 1)
-
-
-def add_hidden(rows: Rows, step: Step, output: StepOutput, rows_of: dict[Completion, int]) -> None:
-    """Adds the hidden states of the prompt tokens computed by this step to `Request.pooled`; called before
-    `Scheduler.settle`, arguments as of `add_prompt_scores`."""
-    assert output.hidden is not None, "the executor was asked for hidden states and returned none"
-    for seq, _, start, computed, token in _computed(rows, step, rows_of):
-        last = seq.num_prompt - 1 if seq.pooling_type == "LAST" else 0
-        first, end = max(seq.num_pooled, start, last), min(start + computed, seq.num_prompt)
-        if seq.pooling_type is not None and first < end:
-            found = output.hidden[token + first - start : token + end - start].sum(axis=0, dtype=np.float64)
-            before, request = seq.owner.pooled, seq.owner
-            request.pooled = (found / (seq.num_prompt - last) + (0 if before is None else before)).astype(np.float32)
-            seq.num_pooled = end
-
-
-def _computed(rows: Rows, step: Step, rows_of: dict[Completion, int]) -> Iterator[tuple[Sequence, int, int, int, int]]:
-    """Yields, for each row of a step but probes: sequence, row, position of its first token in the step, number of its
-    tokens, and place of the first among the step's."""
-    batch = step.batch
-    where = {row: i for i, row in enumerate(batch.rows.tolist()) if row not in batch.gone}
-    for completion, row in rows_of.items():
-        if row in where and row not in rows.probes:
-            count, last = int(batch.num_per_row[where[row]]), int(step.ends[where[row]])
-            yield completion.seq, row, int(step.input.arrays.positions[last]) + 1 - count, count, last + 1 - count
 
 
 def advance_beams(

@@ -78,10 +78,6 @@ class Runner(ModelPrograms):
             count, top = shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
             score_prompt = self._program(("score", count, top))
             prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top)).result
-        pooled = None
-        if step.pools:
-            hidden.copy_to_host_async()
-            pooled = functools.partial(np.asarray, hidden, np.float32)
         dense = None if sampling is None or sampling.counts is None else tuple(sampling[-3:])
         asked = None if sampling is None else settings, dense
         num_top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
@@ -104,7 +100,11 @@ class Runner(ModelPrograms):
             else:
                 self._sampled, report = choose(self.params, sampled, *asked, step.mask)
                 tokens = Fetched(report, packing).result
-        return started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before, pooled)
+        output = started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
+        if step.pools:
+            hidden.copy_to_host_async()
+            output.hidden = hidden
+        return output
 
     def _choose_late(self) -> None:
         """Starts the choice of the last step's tokens, if it has not been."""

@@ -79,7 +79,6 @@ def started(
     finish_moves: Callable[[], None] | None = None,
     move_s: float = 0.0,
     compiled: bool = False,
-    hidden: Callable[[], np.ndarray] | None = None,
 ) -> StepOutput:
     """Returns the output of a step that the device is computing.
 
@@ -88,7 +87,6 @@ def started(
         num_accepted, sampled, scores) of `StepOutput`; None if none are sampled.
       finish_moves: host work that remains for moves before the step; None without any.
       prompt_scores: waits for `TokenScores`, or None. compiled: True if a program was compiled for the step.
-      hidden: waits for hidden states, or None.
     """
 
     def fetch(output: StepOutput) -> None:
@@ -100,7 +98,5 @@ def started(
                 output.num_accepted, output.sampled = of_drafts
         if prompt_scores is not None:
             output.prompt_scores = prompt_scores()
-        if hidden is not None:
-            output.hidden = hidden()
 
     return StepOutput(NO_TOKENS, move_s=move_s, compiled=compiled, fetch=fetch)

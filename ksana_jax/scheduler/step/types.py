@@ -306,7 +306,7 @@ class StepOutput:
     num_accepted: [tiles] with drafts, number of each tile's accepted draft tokens. The tile yields its first
       num_accepted + 1 tokens: these and one that the model has sampled.
     sampled: [num_sampled] with drafts that branch, the tokens in the order of the step, unlike `tokens`.
-    hidden: [T, D] float32, if requested: the step's tokens after the final norm.
+    hidden: [T, D], if requested: the step's tokens after the final norm; an array of any library.
     move_s: seconds that the step's moves took, if the host waited for them; 0 if unknown.
     compiled: True if a program was compiled for the step.
     fetch: waits for the device and fills in tokens and scores; None once they are here.
@@ -315,7 +315,7 @@ class StepOutput:
     tokens: np.ndarray
     scores: TokenScores | None = None
     prompt_scores: TokenScores | None = None
-    hidden: np.ndarray | None = None
+    hidden: Any = None
     move_s: float = 0.0
     compiled: bool = False
     num_accepted: np.ndarray | None = None
