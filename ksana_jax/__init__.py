@@ -36,9 +36,10 @@ from ksana_jax.core.lazy import lazy_names
 if TYPE_CHECKING:
     from ksana_jax.core.config import EngineConfig, ModelConfig
     from ksana_jax.core.lora import LoRARequest
-    from ksana_jax.core.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
+    from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestOutput
     from ksana_jax.core.patterns import AttentionPattern
-    from ksana_jax.core.request import PoolingParams, SamplingParams
+    from ksana_jax.core.pooling import EmbeddingRequestOutput, PoolingParams
+    from ksana_jax.core.request import SamplingParams
     from ksana_jax.core.structured_outputs import StructuredOutputsParams
     from ksana_jax.engine.async_llm import AsyncLLM
     from ksana_jax.engine.llm import LLM
@@ -55,9 +56,10 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "ksana_jax.engine.llm": "LLM",
     "ksana_jax.engine.async_llm": "AsyncLLM",
-    "ksana_jax.core.request": "SamplingParams PoolingParams",
+    "ksana_jax.core.request": "SamplingParams",
+    "ksana_jax.core.pooling": "PoolingParams EmbeddingRequestOutput",
     "ksana_jax.core.structured_outputs": "StructuredOutputsParams",
-    "ksana_jax.core.outputs": "RequestOutput CompletionOutput Logprob EmbeddingRequestOutput",
+    "ksana_jax.core.outputs": "RequestOutput CompletionOutput Logprob",
     "ksana_jax.core.lora": "LoRARequest",
     "ksana_jax.core.patterns": "AttentionPattern",
     "ksana_jax.core.config": "ModelConfig EngineConfig",

@@ -131,17 +131,3 @@ class RequestOutput:
             if output.error is not None:
                 raise FloatingPointError(f"{self.request_id}: {output.error}")
         return self
-
-
-class EmbeddingOutput(NamedTuple):
-    embedding: list[float]
-
-
-class EmbeddingRequestOutput(NamedTuple):
-    """The output of `LLM.embed` for a prompt: `outputs.embedding` has D numbers."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True

@@ -26,7 +26,6 @@ MAX_LOGIT_BIASES = 1024
 MAX_STOP_IDS = 1024
 MIN_REPETITION_PENALTY = 1e-6
 MAX_BAD_WORDS = 256
-POOLING_TYPES = ("LAST", "MEAN")
 
 
 class FinishReason(enum.StrEnum):
@@ -235,43 +234,6 @@ class SamplingParams:
         return penalties or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class PoolingParams:
-    """Parameters of an embedding.
-
-    Args:
-      pooling_type: "LAST" takes the prompt's last token, "MEAN" the mean of all; of hidden states after the final norm.
-      use_activation: scale the embedding to length 1.
-      dimensions: None, or the model's own number: embeddings are never truncated.
-    """
-
-    pooling_type: str = "LAST"
-    use_activation: bool = True
-    dimensions: int | None = None
-
-    def __post_init__(self):
-        checks.require(
-            checks.one_of("pooling_type", self.pooling_type, POOLING_TYPES),
-            checks.boolean("use_activation", self.use_activation),
-            checks.integer("dimensions", self.dimensions, 1, optional=True),
-        )
-
-    def check(self, d_model: int) -> None:
-        """Raises ValueError unless `dimensions` is that of a model."""
-        if self.dimensions not in (None, d_model):
-            raise ValueError(f"dimensions is {self.dimensions:,}, must be {d_model:,} or absent: nothing is truncated")
-
-    def embedding(self, pooled: np.ndarray | None) -> np.ndarray:
-        """Returns the embedding [D] float32 of `RequestOutput.pooled`."""
-        assert pooled is not None
-        length = float((pooled * pooled).sum()) ** 0.5 if self.use_activation else 1.0
-        return pooled / (length or 1.0)
-
-
-# How a prompt is computed for its hidden states alone.
-UNSAMPLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-
-
 class RequestInput(NamedTuple):
     """One prompt and the parameters for completing it.
 
@@ -283,7 +245,7 @@ class RequestInput(NamedTuple):
       streams: whether its text is needed as it grows; beams have none before the end.
       num_question: last tokens of the prompt, which are read after `kv_eviction` has compressed the others.
       lora_request: the adapter that it is computed with; None takes the model alone.
-      pooling_type: `PoolingParams.pooling_type` of hidden states that the output has too; None for none.
+      pooling_type: of hidden states that the output has too, see `PoolingParams`; None for none.
     """
 
     prompt_token_ids: np.ndarray

@@ -9,9 +9,10 @@ from typing import Any
 
 from ksana_jax.core import checks, vllm_names
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from ksana_jax.core.request import UNSAMPLED, PoolingParams, SamplingParams
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import SamplingParams
 from ksana_jax.engine.completion import Request
+from ksana_jax.engine.embedding import Embeds
 from ksana_jax.engine.loaded_model import LoadedModel
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, read_requests
@@ -22,7 +23,7 @@ from ksana_jax.tokenizers.chat import Messages, chat_prompts
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm", "lora_request"}
 
 
-class LLM(LoadedModel, Sessions):
+class LLM(LoadedModel, Sessions, Embeds):
     """Runs a model on the paged engine; names as in vLLM.
 
     Args:
@@ -75,10 +76,7 @@ class LLM(LoadedModel, Sessions):
             vllm_names.refuse_unknown("LLM.generate", others, _GENERATE_KEYWORDS)
         checks.require(checks.boolean("use_tqdm", use_tqdm))
         asked = prompts, sampling_params, prompt_token_ids, lora_request
-        return self._complete(self._make_requests(*asked, streams=False), use_tqdm)
-
-    def _complete(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        outputs = {}
+        requests, outputs = self._make_requests(*asked, streams=False), {}
         with progress_bar(requests) if use_tqdm else contextlib.nullcontext() as bar:
             for output in self._serving.serve(requests):
                 if output.finished:
@@ -124,33 +122,6 @@ class LLM(LoadedModel, Sessions):
         """
         prompts = chat_prompts(messages, self.tokenizer, options, "LLM.chat")
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
-
-    def embed(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        *,
-        pooling_params: PoolingParams | None = None,
-        use_tqdm: bool = False,
-        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Returns embeddings of prompts, hidden states after the final norm; arguments and errors as of `generate`.
-
-        Args:
-          pooling_params: None takes the last token's, scaled to length 1.
-
-        Raises:
-          FloatingPointError: a prompt's scores are not finite.
-        """
-        pooling = pooling_params or PoolingParams()
-        pooling.check(self.engine.model.d_model)
-        asked = read_requests(prompts, UNSAMPLED, None, self.tokenizer, lora_request, streams=False)
-        asked = [one._replace(pooling_type=pooling.pooling_type) for one in asked]
-        outputs = self._complete(self._serving.new_requests(asked), use_tqdm)
-        found = [EmbeddingOutput(pooling.embedding(output.check().pooled).tolist()) for output in outputs]
-        return [
-            EmbeddingRequestOutput(output.request_id, one, output.prompt_token_ids, output.num_cached_tokens)
-            for output, one in zip(outputs, found, strict=True)
-        ]
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.

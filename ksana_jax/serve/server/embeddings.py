@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ksana_jax.core.outputs import RequestOutput
-from ksana_jax.core.request import UNSAMPLED, PoolingParams
+from ksana_jax.core.pooling import UNSAMPLED, PoolingParams
 from ksana_jax.serve.server.errors import json_response
 from ksana_jax.serve.server.generation import submit
 from ksana_jax.serve.server.json_body import read_request
