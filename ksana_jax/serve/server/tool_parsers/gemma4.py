@@ -8,8 +8,8 @@ import re
 from ksana_jax.serve.server.tool_parsers.base import LITERALS, Call, Read, ToolParser, arguments_of, json_at
 
 START, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-# A word outside texts; with a colon, a key.
-_WORD = re.compile(r"([^\s{}\[\],:]+)(\s*:)?")
+# Words outside texts; with a colon, a key.
+_WORD = re.compile(r"([^\s{}\[\],:](?:[^{}\[\],:]*[^\s{}\[\],:])?)(\s*:)?")
 _JSON = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 

@@ -10,7 +10,7 @@ import re
 from ksana_jax.serve.server.tool_parsers.base import NAME, THINKS, Call, Form, Read, ToolParser, arguments_of, json_at
 
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-STARTS = ("<|channel|>", "<|start|>assistant", *ENDS)
+STARTS = ("<|channel|>", "<|start|>assistant", "to=functions.", *ENDS)
 MAX_HEADER = 512
 _HEADER = re.compile(r"(.*?)<\|message\|>", re.DOTALL)
 _FUNCTION = re.compile(r"to=functions\.([\w.:/-]+)")

@@ -1,4 +1,4 @@
-"""Calls and their arguments as tags: Qwen3-Coder, Qwen3.5, Nemotron 3; DeepSeek V3.2 and V4 (DSML)."""
+"""Calls and their arguments as tags: Qwen3-Coder, Qwen3.5, Nemotron 3; DeepSeek V3.2 to V4.1 (DSML)."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ QWEN3_XML = ToolParser(
 )
 DEEPSEEK_V32 = ToolParser(
     templates=("｜DSML｜",),
-    starts=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),  # V3.2's, V4's
-    end="_calls>",
+    starts=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<｜DSML｜ calls>"),  # V3.2's, V4's, V4.1's
+    end="calls>",
     read=_Tags(
-        "<｜DSML｜(?:function|tool)_calls>",
-        r'\s*<｜DSML｜invoke name="([^"\n]+)">',
-        r'\s*<｜DSML｜parameter name="(?P<name>[^"\n]+)" string="(?P<text>true|false)">'
-        r"(?P<value>.*?)</｜DSML｜parameter>(?=\s*<(?:｜DSML｜parameter |/｜DSML｜invoke>))",
-        r"\s*</｜DSML｜invoke>",
-        r"\s*</｜DSML｜(?:function|tool)_calls>",
+        "<｜DSML｜(?:function_|tool_| )calls>",
+        r'\s*<｜DSML｜ ?invoke name="([^"\n]+)">',
+        r'\s*<｜DSML｜ ?parameter name="(?P<name>[^"\n]+)" string="(?P<text>true|false)">'
+        r"(?P<value>.*?)</｜DSML｜ ?parameter>(?=\s*<(?:｜DSML｜ ?parameter |/｜DSML｜ ?invoke>))",
+        r"\s*</｜DSML｜ ?invoke>",
+        r"\s*</｜DSML｜(?:function_|tool_| )calls>",
     ).read,
     form=None,
 )

@@ -91,7 +91,12 @@ READ += [
         f"o:{{k:{{}},7:{Q}{Q}}}}}<tool_call|>",
         [called(b='a, "b": {c}<tool_call|>\n', c=["x", -1500.0, None], d=True, o={"k": {}, "7": ""})],
     ),
-    ("gemma4", "<|tool_call>call:f{b:red}<tool_call|>", [called(b="red")]),
+    ("gemma4", "<|tool_call>call:f{b:deep red,a b:{c:1}}<tool_call|>", [called(**{"b": "deep red", "a b": {"c": 1}})]),
+    (
+        "deepseek_v32",
+        dsml(("f", dsml_value("a", "1", False))).replace("｜function_", "｜ ").replace("｜p", "｜ p"),
+        [F],
+    ),
 ]
 # Texts that stay as they are.
 BROKEN = [
@@ -106,7 +111,7 @@ BROKEN = [
     ("deepseek_v32", "<｜DSML｜function_calls>"),
     ("gemma4", "<|tool_call>call:f{a:1"),
     ("gemma4", f"<|tool_call>call:f{{b:{Q}x<tool_call|>"),
-    ("gemma4", "<|tool_call>call:f{b:two words}<tool_call|>"),
+    ("gemma4", f"<|tool_call>call:f{{b:two {Q}words{Q}}}<tool_call|>"),
     ("gemma4", "<|tool_call>call:f<tool_call|>"),
     ("gemma4", "<|tool_call>call:f{a:" + "[" * 20_000 + "<tool_call|>"),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}'),
@@ -182,6 +187,8 @@ def test_what_is_no_call_stays_text(name, text):
         ("{think}<|end|>{start}{final}Yes.\n\n{{}} <b>", [("Hm.",), "Yes.\n\n{} <b>"]),
         ("{think}<|end|>{start}{final}Yes.<|return|>", [("Hm.",), "Yes."]),
         ("{final}Yes.", ["Yes."]),
+        (' to=functions.f<|channel|>commentary json<|message|>{{"a": 1}}', [F]),
+        ("{final}Say to=functions.f and wait.", ["Say to=functions.f and wait."]),
         ("{think}", [("Hm.",)]),
         (
             "{think}<|end|>{start}{preamble}I call f.<|end|>{start}{think}<|end|>{call}{{}}<|call|>{call}{{}}",
