@@ -193,6 +193,9 @@ $(CLIENTS_VENV)/.ready: pyproject.toml
 	  > "$(CLIENTS_VENV)/requirements.txt"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(CLIENTS_VENV)/bin/python -m pip install -qq $(PIP_ARGS) --upgrade \
 	  --requirement "$(CLIENTS_VENV)/requirements.txt"
+	@$(PYTHON) -m venv "$(CLIENTS_VENV)/instructor"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(CLIENTS_VENV)/instructor/bin/python -m pip install -qq $(PIP_ARGS) --upgrade \
+	  "instructor>=1.17"
 	@touch $@
 
 lint: $(READY)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ksana_jax.core.lora import LoRARequest
     from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestOutput
     from ksana_jax.core.patterns import AttentionPattern
+    from ksana_jax.core.pooling import EmbeddingRequestOutput, PoolingParams
     from ksana_jax.core.request import SamplingParams
     from ksana_jax.core.structured_outputs import StructuredOutputsParams
     from ksana_jax.engine.async_llm import AsyncLLM
@@ -56,6 +57,7 @@ _PUBLIC = {
     "ksana_jax.engine.llm": "LLM",
     "ksana_jax.engine.async_llm": "AsyncLLM",
     "ksana_jax.core.request": "SamplingParams",
+    "ksana_jax.core.pooling": "PoolingParams EmbeddingRequestOutput",
     "ksana_jax.core.structured_outputs": "StructuredOutputsParams",
     "ksana_jax.core.outputs": "RequestOutput CompletionOutput Logprob",
     "ksana_jax.core.lora": "LoRARequest",
@@ -69,5 +71,5 @@ _PUBLIC = {
 }
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
 __all__ += ["LoRARequest", "Steering", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape"]
-__all__ += ["TileGroup", "StructuredOutputsParams", "run"]
+__all__ += ["TileGroup", "StructuredOutputsParams", "PoolingParams", "EmbeddingRequestOutput", "run"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -84,6 +84,7 @@ def openai(url: str, folder: Path) -> Got:
             found = echoed.choices[0].logprobs
             scores = zip(found.text_offset[:-1], found.token_logprobs[:-1], strict=True)
             got["log-likelihoods"].append(sum(score for offset, score in scores if offset >= len(CONTEXT)))
+        got["embedding"] = client.embeddings.create(model=MODEL, input=PROMPT).data[0].embedding
         got |= openai_structured(client)
     return got
 
@@ -132,7 +133,7 @@ def valid(age: Any) -> bool:
 
 def langchain_openai(url: str, folder: Path) -> Got:
     from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_openai import ChatOpenAI, OpenAI
+    from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
     settings = {"model": MODEL, "base_url": url, "max_retries": 0, "timeout": CLIENT_S, **GREEDY}
     text, chat = OpenAI(**settings), ChatOpenAI(**settings)
@@ -143,7 +144,10 @@ def langchain_openai(url: str, folder: Path) -> Got:
     called, pieces = caller.invoke(QUESTION), list(caller.stream(QUESTION))
     structured = [longer.with_structured_output(age_model(), method=m) for m in ("json_schema", "function_calling")]
     history = [HumanMessage(QUESTION), called, ToolMessage("Fine.", tool_call_id=called.tool_calls[0]["id"])]
+    # It counts tokens with OpenAI's tokenizer, from a hub, unless told not to.
+    embeds = OpenAIEmbeddings(model=MODEL, base_url=url, check_embedding_ctx_length=False)
     return {
+        "embedding": embeds.embed_query(PROMPT),
         "schema": all(valid(model.invoke(QUESTION)) for model in structured),
         "call": valid(called.tool_calls[0]["args"]),
         "streamed call": valid(sum(pieces[1:], pieces[0]).tool_calls[0]["args"]),
@@ -158,7 +162,7 @@ def langchain_openai(url: str, folder: Path) -> Got:
 
 
 def litellm(url: str, folder: Path) -> Got:
-    from litellm import completion, text_completion
+    from litellm import completion, embedding, text_completion
 
     text = {"model": f"text-completion-openai/{MODEL}", "prompt": PROMPT}
     chat = {"model": f"hosted_vllm/{MODEL}", "messages": MESSAGES}
@@ -166,8 +170,14 @@ def litellm(url: str, folder: Path) -> Got:
     whole = text_completion(**text, logprobs=3, **settings).choices[0]
     scored = completion(**chat, logprobs=True, top_logprobs=3, **settings).choices[0]
     answer = completion(**chat, response_format=age_model(), **settings | BOUNDED).choices[0].message.content
+    parameters = {"name": "Age", "parameters": AGE}
+    tools = {"tools": [{"type": "function", "function": parameters}], "tool_choice": "required"}
+    called = completion(**chat, **tools, parallel_tool_calls=False, **settings | BOUNDED).choices[0].message
+    embedded = embedding(model=f"hosted_vllm/{MODEL}", input=[PROMPT], api_base=url, timeout=CLIENT_S)
     return {
         "schema": valid(json.loads(answer)),
+        "call": valid(json.loads(called.tool_calls[0].function.arguments)),
+        "embedding": embedded.data[0]["embedding"],
         "completion": whole.text,
         "streamed completion": "".join(
             chunk.choices[0].text or "" for chunk in text_completion(**text, stream=True, **settings)
@@ -263,6 +273,22 @@ def pydantic_ai(url: str, folder: Path) -> Got:
     return asyncio.run(ask())
 
 
+def instructor(url: str, folder: Path) -> Got:
+    """Runs in an environment of its own, `instructor` within the clients': it allows no new version of openai."""
+    python = Path(sys.prefix) / "instructor" / "bin" / "python"
+    if python.exists():
+        return json.loads(run("instructor/bin/python", "-m", "tests.clients", "--alone", "instructor", "--url", url))
+    from instructor import Mode, from_openai
+    from openai import OpenAI
+
+    got: Got = {"version": importlib.metadata.version("instructor")}
+    for name, mode in (("call", Mode.TOOLS), ("schema", Mode.JSON_SCHEMA)):
+        with OpenAI(base_url=url, max_retries=0, timeout=CLIENT_S) as client:
+            asked = {"model": MODEL, "messages": MESSAGES, "response_model": age_model(), "max_retries": 0}
+            got[name] = valid(from_openai(client, mode=mode).chat.completions.create(**asked, **BOUNDED))
+    return got
+
+
 # By the name of their packages, the one first with which the others are compared.
 CLIENTS: dict[str, Callable[[str, Path], Got]] = {
     "openai": openai,
@@ -271,6 +297,7 @@ CLIENTS: dict[str, Callable[[str, Path], Got]] = {
     "llm": llm,
     "lm-eval": lm_eval,
     "pydantic-ai-slim": pydantic_ai,
+    "instructor": instructor,
 }
 REFERENCE = next(iter(CLIENTS))
 
@@ -281,7 +308,7 @@ def run(command: str, *words: str, **environment: str) -> str:
     Raises:
       RuntimeError: it failed; with the end of what it wrote.
     """
-    path = Path(sys.executable).parent / command
+    path = Path(sys.prefix) / (command if "/" in command else f"bin/{command}")
     done = subprocess.run(
         [path, *words], env=os.environ | environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=CLIENT_S
     )
@@ -331,9 +358,14 @@ def answers(url: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.clients")
-    parser.add_argument("--server", required=True, metavar="PYTHON", help="runs ksana_jax")
+    parser.add_argument("--server", metavar="PYTHON", help="runs ksana_jax")
+    parser.add_argument("--alone", metavar="CLIENT", help="print as JSON what one client gets from the server at --url")
+    parser.add_argument("--url")
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
+    if given.alone:
+        print(json.dumps(CLIENTS[given.alone](given.url, Path())))
+        return
     expected: Got = {}
     failed = 0
     with tempfile.TemporaryDirectory() as folder, serving(given.server, log := Path(folder) / "server.log") as url:
@@ -342,8 +374,8 @@ def main() -> None:
             own.mkdir()
             label, got = name, {}
             try:
-                label = f"{name} {importlib.metadata.version(name)}"
                 got = ask(url, own)
+                label = f"{name} {got.pop('version', '') or importlib.metadata.version(name)}"
                 if name == REFERENCE:
                     expected = got
                 reason = "; ".join(differences(got, expected))

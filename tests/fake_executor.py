@@ -138,6 +138,7 @@ class FakeExecutor:
             move_s=0.0 if step.moves is None else 0.5,
             num_accepted=num_accepted,
             sampled=sampled,
+            hidden=hidden[:, None].astype(np.float32) if step.pools else None,
         )
 
     def _accept_trees(self, step: StepInput, tokens: np.ndarray, hidden: np.ndarray) -> tuple[np.ndarray, ...]:

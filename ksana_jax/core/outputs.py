@@ -101,6 +101,7 @@ class RequestOutput:
     prompt_logprobs: if requested, None for the first prompt token, which nothing predicts, then {token_id: Logprob}.
     num_cached_tokens: prompt tokens taken from the prefix cache.
     cache_salt, num_question: of the request, see `RequestInput`.
+    pooled: [D] float32, hidden states of the prompt, if requested; see `PoolingParams`.
     """
 
     request_id: str
@@ -113,6 +114,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     cache_salt: str = ""
     num_question: int = 0
+    pooled: np.ndarray | None = None
 
     @property
     def prefix_report(self) -> PrefixReport | None:

@@ -245,6 +245,7 @@ class RequestInput(NamedTuple):
       streams: whether its text is needed as it grows; beams have none before the end.
       num_question: last tokens of the prompt, which are read after `kv_eviction` has compressed the others.
       lora_request: the adapter that it is computed with; None takes the model alone.
+      pooling_type: of hidden states that the output has too, see `PoolingParams`; None for none.
     """
 
     prompt_token_ids: np.ndarray
@@ -255,3 +256,4 @@ class RequestInput(NamedTuple):
     streams: bool = False
     num_question: int = 0
     lora_request: LoRARequest | None = None
+    pooling_type: str | None = None

@@ -177,12 +177,14 @@ class AsyncLLM:
         delta: bool = False,
         streams: bool = True,
         lora_request: LoRARequest | None = None,
+        pooling_type: str | None = None,
     ) -> list[RequestStream]:
         """Checks and queues several requests, all or none; see `submit`.
 
         Args:
           sampling_params: one for all prompts, or one per prompt.
           request_ids: one per prompt.
+          pooling_type: see `RequestInput`.
         """
         self._bind()
         self._check_serving()
@@ -197,6 +199,8 @@ class AsyncLLM:
             if lora_request is not None:
                 await self.threads.run(self.engine.factory.adapter_of, lora_request)
                 asked = [one._replace(lora_request=lora_request) for one in asked]
+            if pooling_type is not None:
+                asked = [one._replace(pooling_type=pooling_type) for one in asked]
             if cache_salt:
                 asked = [one._replace(cache_salt=cache_salt) for one in asked]
             # From here to the end no other task runs: what is checked stays true until the requests are queued.

@@ -126,6 +126,7 @@ class Request:
     metrics: RequestMetrics
     completions: list[Completion] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    pooled: np.ndarray | None = None
     beams: Beams | None = None
     news: dict[Request, None] | None = None
     failure: BaseException | None = None
@@ -212,4 +213,5 @@ class Request:
             self.metrics.num_cached_tokens,
             seq.kv.salt,
             seq.num_question,
+            self.pooled,
         )

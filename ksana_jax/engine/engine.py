@@ -71,7 +71,7 @@ class Engine(IdleChanges):
         self.first_tokens: list[Request] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
-        # Completions that are read token by token, inspected, or score their prompt; a dict keeps the order of arrival.
+        # Completions that are read token by token, inspected, or score or pool prompts; a dict keeps their order.
         self._watched: dict[Completion, None] = {}
         # Runs every change of the engine, one at a time.
         self.lock = EngineLock(self._reset)
@@ -117,7 +117,7 @@ class Engine(IdleChanges):
         for request, leader in zip(requests, leaders, strict=True):
             self.requests[request.request_id] = request
             for completion in request.completions:
-                scores_prompt = completion.seq.params.prompt_logprobs is not None
+                scores_prompt = completion.seq.params.prompt_logprobs is not None or completion.seq.pooling_type
                 if scores_prompt or self.inspectors or isinstance(completion, WatchedCompletion):
                     self._watched[completion] = None
             self.scheduler.add(leader)
@@ -210,7 +210,7 @@ class Engine(IdleChanges):
         self.first_tokens = self._note_first_tokens(batch, now)
         # Before sequences leave their rows.
         watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}
-        if step.input.targets is not None:
+        if step.input.targets is not None or step.input.pools:
             add_prompt_scores(rows, step, output, watched)
         finished = self.scheduler.settle(batch, *step.of_rows(output))
         reported = add_tokens(self.scheduler, step, output, watched) if watched else {}

@@ -12,6 +12,7 @@ from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.core.request import SamplingParams
 from ksana_jax.engine.completion import Request
+from ksana_jax.engine.embedding import Embeds
 from ksana_jax.engine.loaded_model import LoadedModel
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, read_requests
@@ -22,7 +23,7 @@ from ksana_jax.tokenizers.chat import Messages, chat_prompts
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm", "lora_request"}
 
 
-class LLM(LoadedModel, Sessions):
+class LLM(LoadedModel, Sessions, Embeds):
     """Runs a model on the paged engine; names as in vLLM.
 
     Args:

@@ -206,6 +206,7 @@ class RequestFactory:
             request.beams = Beams(width, penalty, stop_ids, leader.max_len, leader.num_prompt, {leader: 0.0})
         else:
             leader, *leader.forks = [completion.seq for completion in request.completions]
+        leader.pooling_type = asked.pooling_type
         return request
 
     def _new_sequence(

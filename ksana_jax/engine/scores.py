@@ -17,28 +17,40 @@ from ksana_jax.scheduler.step.types import ScheduledBatch, StepOutput
 
 
 def add_prompt_scores(rows: Rows, step: Step, output: StepOutput, rows_of: dict[Completion, int]) -> None:
-    """Adds the log-probabilities of the prompt tokens scored by this step; called before `Scheduler.settle`.
+    """Adds the log-probabilities and hidden states of prompt tokens that this step reports; called before
+    `Scheduler.settle`.
 
     Args:
       rows_of: row of each completion that wants them.
     """
     scores, batch = output.prompt_scores, step.batch
-    assert scores is not None, "the executor was given targets and returned no scores"
+    assert scores is not None or step.input.targets is None, "the executor was given targets and returned no scores"
+    hidden = None if output.hidden is None else np.asarray(output.hidden)
+    assert hidden is not None or not step.input.pools, "the executor was asked for hidden states and returned none"
     where = {row: i for i, row in enumerate(batch.rows.tolist()) if row not in batch.gone}
     for completion, row in rows_of.items():
         seq, count = completion.seq, completion.seq.params.prompt_logprobs
-        if count is None or row not in where or row in rows.probes:
+        if (count is None and not seq.pooling_type) or row not in where or row in rows.probes:
             continue
         i = where[row]
         computed = int(batch.num_per_row[i])
         last = step.ends[i]
         start = int(step.input.arrays.positions[last]) + 1 - computed
+        token = int(last) + 1 - computed - start  # that of position 0
+        if hidden is not None and seq.pooling_type:
+            least = seq.num_prompt - 1 if seq.pooling_type == "LAST" else 0
+            first, end = max(seq.num_pooled, start, least), min(start + computed, seq.num_prompt)
+            if first < end:
+                found = hidden[token + first : token + end].sum(axis=0, dtype=np.float64) / (seq.num_prompt - least)
+                before = 0 if seq.owner.pooled is None else seq.owner.pooled
+                seq.owner.pooled, seq.num_pooled = (before + found).astype(np.float32), end
+        if count is None or scores is None:
+            continue
         # The step scored prompt tokens start + 1 to start + computed; after a preemption, some are scored again.
         first, end = max(seq.num_scored, start + 1), min(start + computed, seq.num_prompt - 1)
-        token = int(last) + 1 - computed + (first - 1 - start)
         for offset in range(max(end + 1 - first, 0)):
             token_id = int(rows.token_ids[row, first + offset])
-            seq.owner.prompt_logprobs.append(top_logprobs(scores, token + offset, token_id, count))
+            seq.owner.prompt_logprobs.append(top_logprobs(scores, token + first - 1 + offset, token_id, count))
         seq.num_scored = max(seq.num_scored, end + 1)
 
 

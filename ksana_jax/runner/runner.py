@@ -100,7 +100,11 @@ class Runner(ModelPrograms):
             else:
                 self._sampled, report = choose(self.params, sampled, *asked, step.mask)
                 tokens = Fetched(report, packing).result
-        return started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
+        output = started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
+        if step.pools:
+            hidden.copy_to_host_async()
+            output.hidden = hidden
+        return output
 
     def _choose_late(self) -> None:
         """Starts the choice of the last step's tokens, if it has not been."""

@@ -199,19 +199,27 @@ def _after_thinking(text: str, tags: Sequence[str], vocabulary: Any) -> str:
     grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     grammars[0] = {**grammars[0], "name": "answer"}
     begin, end = tags
-    ids = vocabulary.tokenize_str(end, parse_special=True)
-    # A special token is not written out as text.
-    special = len(ids) == 1 and vocabulary.is_special_token(ids[0])
-    first = vocabulary.tokenize_str(begin, parse_special=True) if begin else []
-    opening = f"<[{first[0]}]>" if len(first) == 1 and vocabulary.is_special_token(first[0]) else json.dumps(begin)
-    closing = f"thought: TEXT <[{ids[0]}]>" if special else f"thought[lazy]: TEXT {json.dumps(end)}"
+    opening, (closing, *more) = " ".join(_spelled(begin, vocabulary)), _spelled(end, vocabulary)
+    thought = " ".join(["thought", *more])
     rules = [
-        f"start: {'thought' if not begin else f'({opening} thought)?'} SPACE @answer",
-        closing,
+        f"start: {thought if not begin else f'({opening} {thought})?'} SPACE @answer",
+        f"thought{'' if closing.startswith('<') else '[lazy]'}: TEXT {closing}",
         "TEXT: /(.|\\n)*/",
         "SPACE: /[ \\n]{0,4}/",
     ]
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *grammars]})
+
+
+def _spelled(text: str, vocabulary: Any) -> list[str]:
+    """Returns a text as terms of a grammar; special tokens in it are not written out as text."""
+    terms, at = [], 0
+    ids = [i for i in vocabulary.tokenize_str(text, parse_special=True) if vocabulary.is_special_token(i)]
+    for token in ids:
+        name = vocabulary.decode_str([token])
+        found = text.find(name, at)
+        terms += [json.dumps(text[at:found])] if found > at else []
+        terms, at = [*terms, f"<[{token}]>"], found + len(name)
+    return terms + ([json.dumps(text[at:])] if text[at:] else [])
 
 
 def _tagged(guidance: Any, given: dict[str, Any], vocabulary: Any) -> str:

@@ -38,11 +38,12 @@ class Sequence:
       adapter: of its request, an `adapters.AdapterUse`; None for the model alone.
       matcher: follows its output through a grammar, see `scheduler.step.masks`; None without one.
       steering: of its request, a `methods.steering.Steering`; None without.
+      pooling_type: of its prompt's hidden states, see `RequestInput`.
 
     Attributes:
       row: its row while it runs; None while it waits. rank: its rank in the order of service.
       num_prompt: number of prompt tokens.
-      num_scored: prompt tokens whose log-probabilities are already reported.
+      num_scored: prompt tokens whose log-probabilities are already reported. num_pooled: those whose hidden states are.
       awaits_token: a beam that has computed all its tokens and waits for its request to append the next one.
       drafts: number of its verified drafts, of their tokens, and of those accepted.
       forks: sequences of the same prompt that wait until this one has computed it, to share its blocks.
@@ -64,6 +65,7 @@ class Sequence:
     adapter: Any = None
     matcher: Any = None
     steering: Any = None
+    pooling_type: str | None = None
     awaits_token: bool = False
     row: int | None = None
     rank: Any = None
@@ -71,6 +73,7 @@ class Sequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     num_scored: int = 1
+    num_pooled: int = 0
     drafts: tuple[int, int, int] = (0, 0, 0)
     forks: list[Sequence] = dataclasses.field(default_factory=list)
     num_prompt: int = dataclasses.field(init=False)
@@ -85,14 +88,16 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Maximum number of tokens to take from the cache: its last token, and each scored token, must be computed."""
-        return 0 if self.params.prompt_logprobs is not None else len(self.token_ids) - 1
+        """Maximum number of tokens to take from the cache: its last token, and each scored or pooled
+        token, must be computed."""
+        every = self.params.prompt_logprobs is not None or self.pooling_type == "MEAN"
+        return 0 if every else len(self.token_ids) - 1
 
     @property
     def asks(self) -> bool:
         """True if its steps return more than greedy tokens."""
         p = self.params
-        given = (p.logprobs, p.prompt_logprobs, p.forced_token_ids) != (None, None, None)
+        given = (p.logprobs, p.prompt_logprobs, p.forced_token_ids, self.pooling_type) != (None, None, None, None)
         return not p.greedy or self.dense_sampling or given or self.matcher is not None
 
     @property
@@ -191,6 +196,7 @@ class Rows:
         self.stop_ids[row, : len(seq.stop_ids)] = seq.stop_ids
         if seq.asks:
             self.settings.place(row, seq.params, seq.seed, seq.dense_sampling, seq.matcher)
+            self.settings.pools[row] = seq.pooling_type is not None
 
     def clear(self, row: int) -> None:
         """Frees a row and moves its known tokens back to its sequence. Its blocks must have been released."""

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from ksana_jax import LLM, PoolingParams
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
@@ -42,6 +43,18 @@ def ours(model_dir, tokens: np.ndarray) -> np.ndarray:
 def test_log_probabilities_of_another_text_are_those_of_transformers(case):
     tokens = np.random.default_rng(7).integers(0, 128, 61).astype(np.int32)
     np.testing.assert_allclose(ours(case.model_dir, tokens), theirs(case.model_dir, tokens), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES[::8], ids=[case.name for case in CASES[::8]])
+def test_embeddings_are_the_last_hidden_states_of_transformers(case):
+    tokens = np.random.default_rng(8).integers(0, 128, 61).astype(np.int32)
+    model = transformers.AutoModel.from_pretrained(case.model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = model(torch.tensor(tokens)[None]).last_hidden_state[0].numpy()
+    llm = LLM(case.model_dir, max_model_len=128, max_num_batched_tokens=32, max_num_seqs=2, num_blocks=16)
+    for kind, expected in (("LAST", hidden[-1]), ("MEAN", hidden.mean(0))):
+        [found] = llm.embed(tokens, pooling_params=PoolingParams(pooling_type=kind, use_activation=False))
+        np.testing.assert_allclose(found.outputs.embedding, expected, atol=ATOL, rtol=0)
 
 
 TINY = ModelConfig(

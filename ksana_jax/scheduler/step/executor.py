@@ -74,4 +74,4 @@ def share_a_call(steps: Seq[StepInput]) -> bool:
 
     first, *others = steps
     alike = all(step.moves is None and kind(step) == kind(first) for step in others)
-    return alike and first.drafts is None and first.targets is None
+    return alike and first.drafts is None and first.targets is None and not any(step.pools for step in steps)

@@ -25,6 +25,7 @@ def add_settings(step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.nd
         step.sampling = sampling_arrays(rows, sampled, step, vocab_size)
     num_logprobs = int(rows.settings.num_logprobs[sampled].max(initial=-1))
     step.num_logprobs = None if num_logprobs < 0 else num_logprobs
+    step.pools = bool((rows.settings.pools[running] & (rows.num_computed[running] < rows.num_prompt[running])).any())
     scored = rows.settings.num_prompt_logprobs[running] >= 0
     if not scored.any():
         return

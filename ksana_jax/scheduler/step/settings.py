@@ -49,7 +49,8 @@ class RowSettings:
     """Settings of those of R rows that ask for more than greedy tokens; the others have defaults.
 
     columns: [R] each, of which num_outputs and forced are not used. forced: {row: its forced tokens}. samples, dense:
-    [R] True if a row needs settings, and if it needs penalties or biases. num_logprobs, num_prompt_logprobs: [R] -1
+    [R] True if a row needs settings, and if it needs penalties or biases. pools: [R] True if a row's prompt is pooled.
+    num_logprobs, num_prompt_logprobs: [R] -1
     for none. num_asking, num_dense: numbers of rows. matchers: {row: the `masks.Matcher` of its grammar}.
     """
 
@@ -57,7 +58,7 @@ class RowSettings:
         f32, i32 = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32)
         columns = (f32, i32, f32, f32, np.zeros((num_rows, 2), np.uint32), i32, f32, f32, f32, i32)
         self.columns = SamplingArrays(*(np.full_like(like, x) for like, x in zip(columns, _DEFAULTS, strict=True)))
-        self.samples, self.dense = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
+        self.samples, self.dense, self.pools = np.zeros((3, num_rows), bool)
         self.num_logprobs, self.num_prompt_logprobs = i32 - 1, i32 - 1
         self.num_asking = self.num_dense = 0
         self.forced: dict[int, np.ndarray] = {}
@@ -86,7 +87,7 @@ class RowSettings:
         self.forced.pop(row, None)
         self.matchers.pop(row, None)
         self._write(row, _DEFAULTS)
-        self.samples[row] = self.dense[row] = False
+        self.samples[row] = self.dense[row] = self.pools[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
     def _write(self, row: int, values: tuple[Any, ...]) -> None:

@@ -275,6 +275,7 @@ class StepInput:
     num_logprobs: number of top tokens to report for sampled tokens; None for no log-probabilities.
     targets: [T] the token that follows each packed token in its prompt, -1 for none; None scores no prompt.
     num_prompt_logprobs: number of top tokens to report for scored prompt tokens.
+    pools: whether to report hidden states.
     moves: block copies to make before the step; None without any.
     drafts: for each tile of the step's only part, whose tokens are all sampled: draft tokens that follow its first one,
       as many of which are accepted as `StepOutput.num_accepted` says. None in other steps.
@@ -289,6 +290,7 @@ class StepInput:
     num_logprobs: int | None = None
     targets: np.ndarray | None = None
     num_prompt_logprobs: int = 0
+    pools: bool = False
     moves: Moves | None = None
     drafts: Drafts | None = None
     acceptance: str = "sampled"
@@ -304,6 +306,7 @@ class StepOutput:
     num_accepted: [tiles] with drafts, number of each tile's accepted draft tokens. The tile yields its first
       num_accepted + 1 tokens: these and one that the model has sampled.
     sampled: [num_sampled] with drafts that branch, the tokens in the order of the step, unlike `tokens`.
+    hidden: [T, D], if requested: the step's tokens after the final norm; an array of any library.
     move_s: seconds that the step's moves took, if the host waited for them; 0 if unknown.
     compiled: True if a program was compiled for the step.
     fetch: waits for the device and fills in tokens and scores; None once they are here.
@@ -312,6 +315,7 @@ class StepOutput:
     tokens: np.ndarray
     scores: TokenScores | None = None
     prompt_scores: TokenScores | None = None
+    hidden: Any = None
     move_s: float = 0.0
     compiled: bool = False
     num_accepted: np.ndarray | None = None

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ksana_jax.serve.server.tool_parsers.base import Call, ToolParser
+from ksana_jax.serve.server.tool_parsers.base import THINKS, Call, ToolParser, with_types
 
-# Tags around the reasoning of models whose chat templates have them.
-TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+# Tags around the reasoning of models, by a mark of their chat templates.
+TAGS = {
+    "</think>": ("<think>", "</think>"),
+    "[/THINK]": ("[THINK]", "[/THINK]"),
+    "<|channel>thought": ("<|channel>thought", "<channel|>"),
+    "<|channel|>analysis": ("<|channel|>analysis<|message|>", "<|end|>"),
+}
 # Longer calls stay text: each piece of one parses it again.
 MAX_CALL_CHARS = 2**16
 
@@ -34,7 +39,7 @@ def thinking_tags(template: str, prompt: str) -> tuple[str, str] | None:
     Returns:
       None if the template has no such tags, or the prompt ends with reasoning that is over.
     """
-    tags = next((tags for tags in TAGS if tags[1] in template), None)
+    tags = next((tags for mark, tags in TAGS.items() if mark in template), None)
     if tags is None or (end := prompt.rstrip()).endswith(tags[1]):
         return None
     return ("", tags[1]) if end.endswith(tags[0]) else tags
@@ -45,7 +50,8 @@ class AnswerParts:
 
     Args:
       thinking: as `thinking_tags` returns them.
-      parser: of tool calls; None leaves them text. names: of the functions; a call of another one stays text.
+      parser: of tool calls; None leaves them text.
+      tools: schemas of arguments, None for any, by the names of functions; a call of another one stays text.
       several: whether calls after the first one are kept.
     """
 
@@ -53,10 +59,10 @@ class AnswerParts:
         self,
         thinking: tuple[str, str] | None,
         parser: ToolParser | None = None,
-        names: Collection[str] = (),
+        tools: Mapping[str, Mapping[str, Any] | None] | None = None,
         several: bool = True,
     ):
-        self._thinking, self._parser, self._names, self._several = thinking, parser, names, several
+        self._thinking, self._parser, self._tools, self._several = thinking, parser, tools or {}, several
         self._start = None if parser is None else re.compile("|".join(map(re.escape, parser.starts)))
         self._held, self._num_read = "", 0
         self._is_thinking = thinking is not None and not thinking[0]
@@ -70,11 +76,13 @@ class AnswerParts:
         if self._is_first and not self._is_thinking:
             self._find_thinking(last)
         found: list[Part] = []
-        if self._is_thinking:
-            found += self._reasoning(last)
-        if not (self._is_first or self._is_thinking):
-            while parts := self._content(last):
-                found += parts
+        left = -1
+        while len(self._held) != left:
+            left = len(self._held)
+            if self._is_thinking:
+                found += self._reasoning(last)
+            elif not self._is_first:
+                found += self._content(last)
         return found
 
     def _find_thinking(self, last: bool) -> None:
@@ -124,16 +132,23 @@ class AnswerParts:
         try:
             if last or parser.end in text[max(self._num_read - len(parser.end), 0) :]:
                 calls = parser.read(text)
+            if calls is not None and not parser.typed:
+                calls = [with_types(call, self._tools.get(call.name)) for call in calls[0]], calls[1]
         except Exception:  # ValueError; and no fault of a parser ends a stream
-            last = True
+            calls, last = None, True
         self._num_read = len(text)
-        known = calls is not None and all(call.name in self._names for call in calls[0])
+        known = calls is not None and all(
+            call.name in self._tools or (call is THINKS and self._thinking) for call in calls[0]
+        )
         if calls is not None and known and calls[1] <= MAX_CALL_CHARS:
             found, count = calls
             self._held, self._num_read, self._began = text[count:], 0, False
+            if found == [THINKS]:
+                self._is_thinking = self._is_opening = True
+                return []
             found = found if self._several else found[: 1 - min(self.num_calls, 1)]
             self.num_calls += len(found)
-            return [*found] or self._content(last)
+            return [*found]
         if calls is None and not last and len(text) <= MAX_CALL_CHARS:
             return []
         return self._emit(at + len(start))

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ksana_jax import __version__
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.serve.server import adapters, chat, completions, page, responses, sessions, tokens
+from ksana_jax.serve.server import adapters, chat, completions, embeddings, page, responses, sessions, tokens
 from ksana_jax.serve.server.auth import OPEN_PATHS, RequireKey
 from ksana_jax.serve.server.errors import APIError, json_response
 from ksana_jax.serve.server.generation import as_api_error
@@ -57,6 +57,7 @@ def make_app(
         Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/chat/completions", chat.create, methods=["POST"]),
         Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/embeddings", embeddings.create, methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokens.tokenizer_info),

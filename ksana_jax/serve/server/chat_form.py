@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax.core.request import SamplingParams
@@ -25,14 +26,14 @@ class ChatForm:
     """The parts that the answers to a request can have, and the grammar that its tools ask for.
 
     Attributes:
-      thinking, parser, names, several: as `AnswerParts` takes them.
+      thinking, parser, tools, several: as `AnswerParts` takes them.
       grammar: None if any text may come.
       shows_special: whether the text needs its special tokens, since tags or calls are written with some.
     """
 
     thinking: tuple[str, str] | None = None
     parser: ToolParser | None = None
-    names: tuple[str, ...] = ()
+    tools: Mapping[str, Mapping[str, Any] | None] | None = None
     several: bool = True
     grammar: str | None = None
     shows_special: bool = False
@@ -41,7 +42,7 @@ class ChatForm:
         """Returns what divides one answer; None if all of it is text."""
         if self.thinking is None and self.parser is None:
             return None
-        return AnswerParts(self.thinking, self.parser, self.names, self.several)
+        return AnswerParts(self.thinking, self.parser, self.tools, self.several)
 
     def message(self, text: str) -> dict[str, Any]:
         """Returns a whole answer as a message."""
@@ -54,7 +55,12 @@ class ChatForm:
         if self.grammar is not None:
             structured = StructuredOutputsParams(grammar=self.grammar)
         if structured is not None and structured.thinking is None:
-            structured = dataclasses.replace(structured, thinking=self.thinking)
+            thinking = self.thinking
+            if thinking is not None and self.parser is not None and self.parser.channels:
+                begin, end = thinking
+                header = self.parser.channels if self.grammar is None else ""
+                thinking = begin, f"{end}<|start|>assistant{header}"
+            structured = dataclasses.replace(structured, thinking=thinking)
         skips = params.skip_special_tokens and not self.shows_special
         return dataclasses.replace(params, structured_outputs=structured, skip_special_tokens=skips)
 
@@ -71,15 +77,13 @@ def chat_form(model: ServedModel, asked: ChatRequest, prompt: PromptIds, parser_
     template = "" if model.tokenizer is None else template_of(model.tokenizer, None, asked.tools)
     thinking, special = thinking_tags(template, prompt.text or ""), model.special_ids
     shown = thinking is not None and not special.keys().isdisjoint(thinking)
-    if not (tools := asked.functions):
-        return ChatForm(thinking, shows_special=shown)
     parser, forced = PARSERS[parser_name] if parser_name else parser_for(template), asked.forces_call
+    if not (tools := asked.functions):
+        return ChatForm(thinking, parser if parser.channels else None, shows_special=shown or bool(parser.channels))
     several, grammar = asked.parallel_tool_calls is not False, None
     if forced or any(tool.strict for tool in tools):
-        if parser.form is None and not forced:
-            raise bad_request(
-                "tools has strict, which needs tool_choice required: calls of this model are not JSON", "tools"
-            )
+        if (parser.form is None or parser.channels) and not forced:
+            raise bad_request("tools has strict, which needs tool_choice required with calls of this model", "tools")
         # Calls that are not JSON are forced in the form of Llama's.
         parser = parser if parser.form else LLAMA
         assert parser.form is not None
@@ -88,4 +92,4 @@ def chat_form(model: ServedModel, asked: ChatRequest, prompt: PromptIds, parser_
         grammar = call_grammar(parser, parser.form, schemas, special, required=forced, several=more)
     marks = "".join((*parser.starts, *(parser.form or ())))
     shown = shown or any(token in marks for token in special)
-    return ChatForm(thinking, parser, tuple(tool.name for tool in tools), several, grammar, shown)
+    return ChatForm(thinking, parser, {tool.name: tool.parameters for tool in tools}, several, grammar, shown)

@@ -19,7 +19,7 @@ from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.errors import APIError, bad_request
 from ksana_jax.serve.server.limits import QueueFull
 from ksana_jax.serve.server.prompts import TOO_LONG, PromptIds
-from ksana_jax.serve.server.request_models import ChatRequest, Generation
+from ksana_jax.serve.server.request_models import EmbeddingRequest, Generation
 from ksana_jax.serve.server.state import RETRY_DRAINING_S, Serving
 
 logger = logging.getLogger("ksana_jax")
@@ -46,16 +46,17 @@ async def submit(
     serving: Serving,
     prompts: Sequence[PromptIds],
     params: SamplingParams,
-    asked: Generation,
+    asked: Generation | EmbeddingRequest,
     *,
     request_id: str,
     salt: str,
     adapter: LoRARequest | None = None,
+    pooling_type: str | None = None,
 ) -> list[RequestStream]:
     """Passes prompts to the engine, all or none; returns the streams of their outputs, as deltas.
 
     Args:
-      adapter: that the prompts are completed with; None for the model alone.
+      adapter: that the prompts are completed with; None for the model alone. pooling_type: see `RequestInput`.
 
     Raises:
       APIError: 400: one can never be served; 429: the queue is full; 503: the engine takes none.
@@ -65,10 +66,11 @@ async def submit(
     ids = [f"{request_id}-{number}-{secrets.token_hex(4)}" for number in range(len(prompts))]
     inputs = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt in prompts]
     given = {"cache_salt": salt, "delta": True, "streams": asked.stream, "lora_request": adapter}
+    given["pooling_type"] = pooling_type
     try:
         return await serving.llm.submit_all(inputs, params, ids, **given)
     except ContextLengthError as error:
-        raise bad_request(str(error), "messages" if isinstance(asked, ChatRequest) else "prompt", TOO_LONG) from None
+        raise bad_request(str(error), asked.prompt_field, TOO_LONG) from None
     except ValueError as error:
         raise asked.refused(error) from None
     except QueueFull as error:

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from ksana_jax.serve.server import request_models
 from ksana_jax.serve.server.auth import OPEN_PATHS
-from ksana_jax.serve.server.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ksana_jax.serve.server.responses_models import ResponsesRequest
 
 Schema = dict[str, Any]
@@ -38,11 +38,12 @@ _STATUSES = {
     "503": "the model is loading, or the server shuts down",
 }
 _POSTED = {
-    "/v1/completions": ("Continue texts or token ids", CompletionRequest, "completion"),
-    "/v1/chat/completions": ("Answer a conversation", ChatRequest, "completion"),
+    "/v1/completions": ("Continue texts or token ids", request_models.CompletionRequest, "completion"),
+    "/v1/chat/completions": ("Answer a conversation", request_models.ChatRequest, "completion"),
     "/v1/responses": ("Answer a conversation by items", ResponsesRequest, "any"),
-    "/tokenize": ("Token ids of a text or a conversation", TokenizeRequest, "tokens"),
-    "/detokenize": ("Text of token ids", DetokenizeRequest, "text"),
+    "/v1/embeddings": ("Embeddings of texts or token ids", request_models.EmbeddingRequest, "any"),
+    "/tokenize": ("Token ids of a text or a conversation", request_models.TokenizeRequest, "tokens"),
+    "/detokenize": ("Text of token ids", request_models.DetokenizeRequest, "text"),
 }
 _READ = {
     "/health": "Whether the engine is alive",

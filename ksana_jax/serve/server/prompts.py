@@ -14,6 +14,7 @@ from ksana_jax.serve.server.model import ServedModel
 from ksana_jax.serve.server.request_models import (
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     Generation,
     OnePrompt,
     Template,
@@ -50,8 +51,8 @@ def unknown_model(given: str, names: Sequence[str]) -> APIError:
     return APIError(404, message, param="model", code="model_not_found")
 
 
-async def completion_prompts(serving: Serving, asked: CompletionRequest) -> list[PromptIds]:
-    """Returns the prompts of a request for completions.
+async def completion_prompts(serving: Serving, asked: CompletionRequest | EmbeddingRequest) -> list[PromptIds]:
+    """Returns the prompts of a request for completions or embeddings.
 
     Raises:
       APIError: status 400: a text is too long to be tokenized, or there is no tokenizer.
@@ -59,7 +60,7 @@ async def completion_prompts(serving: Serving, asked: CompletionRequest) -> list
     prompts: list[PromptIds] = []
     for given in asked.prompts():
         if isinstance(given, str):
-            prompt = await text_prompt(serving, given, asked.add_special_tokens)
+            prompt = await text_prompt(serving, given, asked.add_special_tokens, asked.prompt_field)
         else:
             prompt = PromptIds(given, None)
         prompts.append(prompt.last(_num_kept(serving.model, asked, asked.max_tokens)))
@@ -73,11 +74,11 @@ async def one_prompt(serving: Serving, asked: OnePrompt) -> PromptIds:
     return await chat_prompt(serving, asked)
 
 
-async def text_prompt(serving: Serving, text: str, add_special_tokens: bool) -> PromptIds:
+async def text_prompt(serving: Serving, text: str, add_special_tokens: bool, field: str = "prompt") -> PromptIds:
     """Returns a text as a prompt; raises APIError as `completion_prompts`."""
-    tokenizer = _tokenizer(serving.model, "prompt")
-    _check_chars(serving.model, len(text), "prompt")
-    ids = await serving.in_thread(_encode, tokenizer, text, add_special_tokens, "prompt")
+    tokenizer = _tokenizer(serving.model, field)
+    _check_chars(serving.model, len(text), field)
+    ids = await serving.in_thread(_encode, tokenizer, text, add_special_tokens, field)
     return PromptIds(ids, text)
 
 
@@ -108,7 +109,7 @@ async def chat_prompt(serving: Serving, asked: ChatRequest | OnePrompt) -> Promp
     return prompt.last(_num_kept(model, asked, asked.max_completion_tokens or asked.max_tokens))
 
 
-def _num_kept(model: ServedModel, asked: Generation, max_tokens: int | None) -> int | None:
+def _num_kept(model: ServedModel, asked: Generation | EmbeddingRequest, max_tokens: int | None) -> int | None:
     """Returns how many tokens at a prompt's end are kept, None for all."""
     count = asked.truncate_prompt_tokens
     return max(model.max_model_len - (max_tokens or 1), 1) if count == -1 else count

@@ -15,11 +15,11 @@ from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.generation import closing, results
 from ksana_jax.serve.server.model import ServedModel
-from ksana_jax.serve.server.request_models import Generation
+from ksana_jax.serve.server.request_models import EmbeddingRequest, Generation
 from ksana_jax.serve.server.sse import until_disconnect
 
 
-def head_of(model: ServedModel, prefix: str, kind: str, asked: Generation) -> dict[str, Any]:
+def head_of(model: ServedModel, prefix: str, kind: str, asked: Generation | EmbeddingRequest) -> dict[str, Any]:
     """Returns the fields that all chunks of a reply share."""
     return {
         "id": f"{prefix}-{asked.request_id or uuid.uuid4().hex}",

@@ -78,7 +78,28 @@ LogitBias = Annotated[
 class Named(Body):
     """A request to one of several models."""
 
+    # The field with the prompt.
+    prompt_field: ClassVar[str] = "prompt"
+
     model: str | None = Field(None, max_length=512, description="one of /v1/models; absent takes the first")
+
+
+class Prompted(Named):
+    """Fields of all that is computed from prompts. The last one is accepted and changes nothing."""
+
+    truncate_prompt_tokens: Positive | Literal[-1] | None = Field(
+        None, description="last tokens of the prompt that are kept; -1 keeps what fits with max_tokens"
+    )
+    request_id: str | None = Field(
+        None, min_length=1, max_length=128, description="the end of the answer's id; absent takes a random one"
+    )
+    cache_salt: Name | None = Field(None, description="divides the prefix cache of your API key further")
+    user: str | None = None
+
+    def prompts(self) -> list[str | np.ndarray]:
+        """Returns texts, or token ids as int32 [n], of one prompt or several."""
+        given: Any = getattr(self, self.prompt_field)
+        return [given] if isinstance(given, (str, np.ndarray)) else given
 
 
 class Sampling(Body):
@@ -126,11 +147,6 @@ class Sampling(Body):
         except ValueError as error:
             raise self.refused(error) from None
 
-    def refused(self, error: ValueError) -> APIError:
-        """Returns an error of the engine as one of the field with which its message begins, if it is one."""
-        first = re.split(r"[ .]", str(error), maxsplit=1)[0]
-        return bad_request(str(error), first if first in type(self).model_fields else None)
-
 
 class StreamOptions(Body):
     """Options of a stream."""
@@ -141,25 +157,17 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(default=False, description="every chunk has the usage so far")
 
 
-class Generation(Named, Sampling):
-    """Fields that completions and chats share. The last five are accepted and change nothing."""
+class Generation(Prompted, Sampling):
+    """Fields that completions and chats share. The last four are accepted and change nothing."""
 
     unsupported = UNSUPPORTED
 
     stream: bool = Field(False, description="answer with server-sent events")
     stream_options: StreamOptions = StreamOptions()
-    truncate_prompt_tokens: Positive | Literal[-1] | None = Field(
-        None, description="last tokens of the prompt that are kept; -1 keeps what fits with max_tokens"
-    )
     return_token_ids: bool = Field(False, description="return the token ids of the prompt and of each choice")
-    request_id: str | None = Field(
-        None, min_length=1, max_length=128, description="the end of the answer's id; absent takes a random one"
-    )
-    cache_salt: Name | None = Field(None, description="divides the prefix cache of your API key further")
     response_format: dict[str, Any] | None = Field(
         None, description="{type: text, json_object, json_schema with json_schema.schema, or structural_tag}"
     )
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -198,16 +206,30 @@ class CompletionRequest(Generation):
     echo: bool = Field(False, description="return the prompt before the output")
     add_special_tokens: bool = Field(True, description="add the tokens that the model's files specify, usually BOS")
 
-    def prompts(self) -> list[str | np.ndarray]:
-        """Returns texts, or token ids as int32 [n], of one prompt or several."""
-        given: Any = self.prompt
-        return [given] if isinstance(given, (str, np.ndarray)) else given
-
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("max_tokens is 0, must be at least 1 without echo", "max_tokens")
         return self
+
+
+class EmbeddingRequest(Prompted):
+    """POST /v1/embeddings."""
+
+    unsupported: ClassVar = {"embed_dtype": ["float32"], "endianness": ["native", "little"], "priority": [0]}
+    prompt_field: ClassVar = "input"
+    stream: ClassVar = False
+    max_tokens: ClassVar = 1
+
+    input: Text | Texts | Ids | IdLists = Field(description="a text, token ids, or a list of either")
+    encoding_format: Literal["float", "base64"] = Field("float", description="base64 is of float32, little-endian")
+    dimensions: Positive | None = Field(None, description="the model's own number only: nothing is truncated")
+    pooling_type: Literal["LAST", "MEAN"] = Field("LAST", description="hidden state of the last token, or the mean")
+    use_activation: bool = Field(True, description="scale embeddings to length 1")
+    add_special_tokens: bool = Field(True, description="add the tokens that the model's files specify, usually BOS")
+
+    def refused(self, error: ValueError) -> APIError:
+        return super().refused(ValueError(re.sub("^prompt ", "input ", str(error))))
 
 
 class Template(Body):
@@ -229,6 +251,8 @@ class Template(Body):
 
 class ChatRequest(Template, Generation):
     """POST /v1/chat/completions."""
+
+    prompt_field = "messages"
 
     messages: Messages = Field(description="the conversation so far")
     max_completion_tokens: Positive | None = Field(None, description="maximum tokens of output; absent takes what fits")

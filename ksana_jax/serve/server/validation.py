@@ -55,6 +55,11 @@ class Body(BaseModel):
                 raise PydanticCustomError(_UNKNOWN, "is an unknown field{hint}", {"key": name, "hint": hint})
         return known
 
+    def refused(self, error: ValueError) -> APIError:
+        """Returns an error of the engine as one of the field with which its message begins, if it is one."""
+        first = re.split(r"[ .]", str(error), maxsplit=1)[0]
+        return bad_request(str(error), first if first in type(self).model_fields else None)
+
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))

@@ -254,7 +254,7 @@ def test_unknown_models_paths_and_methods(served):
     assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
     assert served.ask("GET", "/v1/models/gpt-5").status == 404
     assert served.ask("GET", "/v1/models/").json == served.ask("GET", "/v1/models").json
-    assert served.ask("GET", "/v1/embeddings").error["type"] == "not_found_error"
+    assert served.ask("GET", "/v1/audio").error["type"] == "not_found_error"
     reply = served.ask("GET", "/v1/completions")
     assert (reply.status, reply.headers["allow"]) == (405, "POST") and reply.error["code"] == "method_not_allowed"
 

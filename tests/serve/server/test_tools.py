@@ -75,6 +75,33 @@ def test_answers_have_calls_and_reasoning(served, text, content, reasoning, name
     assert calls == [{"name": name, "arguments": '{"age": 7}'} for name in names]
 
 
+def test_channels_are_reasoning_text_and_calls_with_tools_and_without(served, monkeypatch):
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", "{{ messages[0].content }}{# <|channel|>analysis #}")
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+    for fields in ({}, {"tools": LOOSE}):
+        message = answers(served, text + "final<|message|>Yes", **fields)["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Yes", "Hm.")
+    call = text + 'commentary to=functions.f <|constrain|>json<|message|>{"age": 7}'
+    [made] = answers(served, call, tools=LOOSE)["message"]["tool_calls"]
+    assert made["function"] == {"name": "f", "arguments": '{"age": 7}'}
+    error = served.post(CHAT, **HI, tools=TOOLS).json["error"]
+    assert error["message"] == "tools has strict, which needs tool_choice required with calls of this model"
+    schema = {"type": "json_schema", "json_schema": {"name": "age", "schema": AGE}}
+    message = served.post(CHAT, **HI, response_format=schema, seed=2).json["choices"][0]["message"]
+    assert {*json.loads(message["content"])} == {"age"}
+
+
+def test_arguments_in_tags_have_the_types_of_the_schema(served, monkeypatch):
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", "{{ messages[0].content }}{# <parameter= #}")
+    call = "<tool_call>\n<function=f>\n<parameter=age>\n7\n</parameter>\n</function>\n</tool_call>"
+    for tools, value in ((LOOSE, "7"), ([{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": False}}], 7)):
+        [made] = answers(served, call, tools=tools)["message"]["tool_calls"]
+        assert json.loads(made["function"]["arguments"]) == {"age": value}
+    with_llamas = served.post(CHAT, **HI, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=1)
+    [made] = with_llamas.json["choices"][0]["message"]["tool_calls"]
+    assert 0 <= json.loads(made["function"]["arguments"])["age"] <= 120
+
+
 def test_calls_stay_text_unless_tools_are_wanted(served):
     for fields in ({}, {"tools": LOOSE, "tool_choice": "none"}):
         assert answers(served, CALL, **fields)["message"]["content"] == CALL

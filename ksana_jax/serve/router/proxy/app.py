@@ -269,6 +269,7 @@ def make_app(proxy: Proxy) -> web.Application:
     add("POST", "/v1/completions", proxy.generate)
     add("POST", "/v1/chat/completions", proxy.generate)
     add("POST", "/v1/responses", proxy.generate)
+    add("POST", "/v1/embeddings", proxy.generate)
     for method, path in ANYWHERE:
         add(method, path, proxy.anywhere)
     add("GET", "/v1/models/{name:.+}", proxy.anywhere)

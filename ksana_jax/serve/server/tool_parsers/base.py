@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 # Stands for the name of the function in a `Form`.
@@ -18,6 +19,8 @@ class Call(NamedTuple):
     arguments: str
 
 
+# Stands for reasoning that begins after what was read.
+THINKS = Call("", "")
 # Calls, and the number of characters that they take.
 Read: TypeAlias = tuple[list[Call], int]
 
@@ -44,6 +47,8 @@ class ToolParser:
         raises ValueError if the text is no call.
       form: None if arguments are not written as JSON.
       separators: characters that are dropped after calls, like white space.
+      typed: False if `read` returns all arguments as texts; the functions' schemas have their types.
+      channels: header before the text of an answer whose every part has one; such calls are enforced alone only.
     """
 
     templates: tuple[str, ...]
@@ -53,6 +58,8 @@ class ToolParser:
     form: Form | None
     anywhere: bool = True
     separators: str = ""
+    typed: bool = True
+    channels: str = ""
 
 
 def call_of(value: Any, *keys: str) -> Call:
@@ -77,6 +84,25 @@ def arguments_of(value: Any) -> str:
     return text
 
 
+def with_types(call: Call, schema: Mapping[str, Any] | None) -> Call:
+    """Returns a call whose arguments are texts with the types of its function's JSON Schema."""
+    fields = (schema or {}).get("properties")
+    fields = fields if isinstance(fields, dict) else {}
+    return Call(call.name, arguments_of({k: _typed(v, fields.get(k)) for k, v in json.loads(call.arguments).items()}))
+
+
+def _typed(text: str, schema: Any) -> Any:
+    kinds = _KIND.findall(json.dumps(schema))
+    try:
+        value = text if schema is None else _DECODER.decode(LITERALS.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
+    kind = {dict: "object", list: "array", type(None): "null"}.get(type(value), "")
+    # A schema without a type may be a reference to an object's.
+    stays = ("string" in kinds or not kinds) and kind not in (kinds or ("object", "array"))
+    return text if stays or isinstance(value, str) else value
+
+
 def json_at(text: str, start: int = 0) -> tuple[Any, int] | None:
     """Returns the JSON value at a place, after white space, and its end; None while it is incomplete.
 
@@ -92,6 +118,10 @@ def json_at(text: str, start: int = 0) -> tuple[Any, int] | None:
         raise
     except RecursionError:
         raise ValueError("JSON is nested too deep") from None
+
+
+_KIND = re.compile(r'"(string|null|object|array|integer|number|boolean)"')
+LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _refuse(name: str) -> None:

@@ -1,4 +1,5 @@
-"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM3."""
+"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM3; a list of SmolLM2, whose
+template names no tools."""
 
 from __future__ import annotations
 
@@ -27,4 +28,11 @@ HERMES = ToolParser(
     end=END,
     read=read,
     form=Form(f'{START}\n{{"name": "{NAME}", "arguments": ', f"}}\n{END}", "\n"),
+)
+SMOLLM = ToolParser(
+    templates=("SmolLM",),
+    starts=(START,),
+    end=END,
+    read=read,
+    form=Form(f'{{"name": "{NAME}", "arguments": ', "}", ", ", f"{START}[", f"]{END}"),
 )

@@ -45,9 +45,19 @@ def test_arguments_follow_schemas_whether_calls_are_required_or_not(name):
     assert allowed(written(form, ("g", "{}")), grammar=one) and not allowed(both, grammar=one)
 
 
-@pytest.mark.parametrize(
-    "given", [{"json": AGE}, {"regex": r'\{"a": 1\}'}, {"choice": ['{"a": 1}']}, {"grammar": 'start: "{\\"a\\": 1}"'}]
-)
+KINDS = [{"json": AGE}, {"regex": r'\{"a": 1\}'}, {"choice": ['{"a": 1}']}, {"grammar": 'start: "{\\"a\\": 1}"'}]
+
+
+@pytest.mark.parametrize("given", KINDS)
+def test_every_kind_of_grammar_can_begin_after_reasoning_in_a_channel(given):
+    """Tags of several special tokens, as of gpt-oss; <s> stands for them."""
+    thinking, text = ("<s>analysis<s>", "<s>final<s>"), '{"a": 1}'
+    assert allowed(f"<s>analysis<s>{{}} a<s>final<s>{text}", thinking=thinking, **given)
+    for bad in (f"<s>analysis<s>a<s>{text}", "<s>analysis<s>a<s>final<s>a", "<s>analysis<s>a", f"<s>final<s>{text}"):
+        assert not allowed(bad, thinking=thinking, **given)
+
+
+@pytest.mark.parametrize("given", KINDS)
 def test_every_kind_of_grammar_can_begin_after_reasoning(given):
     text = '{"a": 1}'
     for thinking, before in ((("<think>", "</think>"), "<think>{} a"), (("", "</think>"), "{} a")):
