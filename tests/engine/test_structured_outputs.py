@@ -35,6 +35,7 @@ SCHEMAS = [
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
 TREES = {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "decoding_mode": "hier"}}
 BLOCK = {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "acceptance": "block"}}
+GRAMMAR = {"speculative_config": {"method": "grammar", "num_speculative_tokens": 8}}
 SHARED = {"enable_prefix_caching": True, "num_blocks": 8, **NGRAM}
 PROMPT = "import json\nprint(json.dumps("
 
@@ -91,6 +92,7 @@ def test_drafts_and_preemption_change_no_token(temperature):
     plain = tokens_of(tiny(), prompts, params)
     assert tokens_of(tiny(num_blocks=8), prompts, params) == plain
     assert tokens_of(tiny(**NGRAM), prompts, params) == plain
+    assert tokens_of(tiny(**GRAMMAR), prompts, params) == plain
     assert tokens_of(tiny(async_scheduling=False, num_scheduler_steps=4), prompts, params) == plain
 
 
@@ -111,11 +113,18 @@ def test_rows_with_grammars_run_ahead_of_their_tokens():
 
 def test_forced_tokens_are_drafts_that_are_accepted():
     only = StructuredOutputsParams(choice=["def one_of_the_longest_names_of_all(): return None"])
-    llm = tiny(**NGRAM)
+    llm = tiny(**GRAMMAR)
     [output] = llm.generate(PROMPT, asked(structured_outputs=only))
     assert output.outputs[0].text == only.choice[0]
     steps = len(llm.engine.records)
-    assert steps <= 0.6 * len(output.outputs[0].token_ids) and output.metrics.num_accepted_tokens > 0
+    assert steps <= 0.4 * len(output.outputs[0].token_ids) and output.metrics.num_accepted_tokens > 0
+
+
+def test_rows_without_grammars_run_ahead_where_only_grammars_draft():
+    llm, ahead = tiny(**GRAMMAR), []
+    llm.engine.observers.append(lambda engine: ahead.append(engine.num_steps_under_way))
+    llm.generate(PROMPT, asked(max_tokens=40))
+    assert ahead.count(1) > 0.9 * len(ahead) > 20
 
 
 @pytest.mark.parametrize(
