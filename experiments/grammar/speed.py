@@ -1,0 +1,145 @@
+"""Times grammars on SmolLM2; sides take turns, and seconds are of the wall and of CPU.
+
+python -m experiments.grammar.speed jump [ROWS]    forced tokens as drafts, next to none
+python -m experiments.grammar.speed rows [ROWS]    rows with grammars, next to rows without that write as many tokens
+python -m experiments.grammar.speed llama [PYTHON] llama.cpp's grammars, run by a Python with llama-cpp-python, and ours
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.grammar.orders import SCHEMA, is_valid, orders
+from ksana_jax import LLM, SamplingParams, StructuredOutputsParams
+from ksana_jax.core.sources import model_path
+from ksana_jax.scheduler.step import masks
+
+PAIRS, SEED, NUM_OTHERS, MAX_TOKENS = 5, 0, 3, 96
+# A run is the work of one side: it returns how many tokens it wrote, and what is said about them.
+Run = Callable[[], tuple[int, str]]
+
+
+def take_turns(sides: dict[str, Run], baseline: str) -> None:
+    """Prints tokens/s of each side: medians of PAIRS rounds after one that compiles, and ratios to the baseline."""
+    for run in sides.values():
+        run()
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    said = dict.fromkeys(sides, "")
+    for _ in range(PAIRS):
+        for name, run in sides.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            count, said[name] = run()
+            rates[name].append((count / (time.perf_counter() - wall), count / (time.process_time() - cpu)))
+    for name, found in rates.items():
+        ratios = np.divide(found, rates[baseline])
+        wall, cpu = np.median(found, axis=0)
+        per_wall, per_cpu = np.median(ratios, axis=0)
+        low, high = ratios[:, 0].min(), ratios[:, 0].max()
+        print(
+            f"{name:24} {wall:6.1f} tokens/s x {per_wall:.2f} ({low:.2f} to {high:.2f}), "
+            f"a second of CPU {cpu:6.1f} x {per_cpu:.2f}; {said[name]}; load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+
+
+def engine(rows: int, **settings: Any) -> LLM:
+    """Returns an engine that keeps the prompts of earlier runs, so that a run is decoding."""
+    given = {"max_num_seqs": rows, "max_model_len": 512, "max_num_batched_tokens": 256, "enable_prefix_caching": True}
+    return LLM("smollm2", **(given | settings))
+
+
+def asked(**given: Any) -> SamplingParams:
+    structured = StructuredOutputsParams(json=SCHEMA, **given)
+    return SamplingParams(temperature=0, max_tokens=MAX_TOKENS, structured_outputs=structured)
+
+
+def ours(llm: LLM, rows: int, params: SamplingParams | list[SamplingParams]) -> Run:
+    prompts = [order["json"] for order in orders(rows, SEED, NUM_OTHERS)]
+
+    def run() -> tuple[int, str]:
+        llm.clear_records()
+        outputs = [o.check() for o in llm.generate(prompts, params)]
+        accepted = sum(o.metrics.num_accepted_tokens for o in outputs)
+        drafted = sum(o.metrics.num_draft_tokens for o in outputs)
+        valid = sum(is_valid(o.outputs[0].text) for o in outputs)
+        count = sum(len(o.outputs[0].token_ids) for o in outputs)
+        steps = len(llm.engine.records)
+        return count, f"{steps} steps, {accepted} of {drafted} drafts accepted, {valid} of {len(outputs)} valid"
+
+    return run
+
+
+def jump(rows: int) -> None:
+    plain, sides = engine(rows), {}
+    drafting = {
+        k: engine(rows, speculative_config={"method": "grammar", "num_speculative_tokens": k}) for k in (4, 8)
+    }
+    for name, given in (("white space", {}), ("compact", {"disable_any_whitespace": True})):
+        sides = {f"{name}, none": ours(plain, rows, asked(**given))}
+        sides |= {f"{name}, up to {k}": ours(llm, rows, asked(**given)) for k, llm in drafting.items()}
+        take_turns(sides, f"{name}, none")
+
+
+def with_and_without(rows: int) -> None:
+    llm, params, times = engine(rows), asked(), []
+    prompts = [order["json"] for order in orders(rows, SEED, NUM_OTHERS)]
+    counts = [len(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+    free = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in counts]
+    fill = masks._masks
+
+    def timed(step: Any, sampled: np.ndarray, *given: Any) -> np.ndarray:
+        began = time.thread_time()
+        found = fill(step, sampled, *given)
+        times.append(1e6 * (time.thread_time() - began) / max(len(sampled), 1))
+        return found
+
+    masks._masks = timed
+    take_turns({"without": ours(llm, rows, free), "with grammars": ours(llm, rows, params)}, "without")
+    print(f"masks: {statistics.median(times):.0f} us of CPU per row and step, {np.quantile(times, 0.99):.0f} at most in 99 %")
+
+
+def llama(python: str) -> None:
+    rows, threads = 8, len(os.sched_getaffinity(0))
+    prompts = [order["json"] for order in orders(rows, SEED, NUM_OTHERS)]
+    given = {"path": str(model_path("smollm2")), "schema": SCHEMA, "prompts": prompts, "threads": threads}
+    worker = [python, str(Path(__file__).with_name("llama_worker.py"))]
+    peer = subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert peer.stdin is not None and peer.stdout is not None
+    sent, answers = peer.stdin, peer.stdout
+    sent.write(json.dumps(given | {"max_tokens": MAX_TOKENS}) + "\n")
+
+    def theirs(grammar: bool) -> Run:
+        def run() -> tuple[int, str]:
+            sent.write(json.dumps(grammar) + "\n")
+            sent.flush()
+            found = json.loads(answers.readline())
+            valid = sum(map(is_valid, found["texts"]))
+            return found["count"], f"{valid} of {rows} valid, CPU {found['cpu_s']:.1f} s"
+
+        return run
+
+    plain, free = engine(rows), SamplingParams(temperature=0, max_tokens=MAX_TOKENS, stop=["\n"])
+    drafting = engine(rows, speculative_config={"method": "grammar", "num_speculative_tokens": 4})
+    sides = {"llama.cpp": theirs(True), "llama.cpp, free": theirs(False), "ksana": ours(plain, rows, asked())}
+    sides |= {"ksana, jump forward": ours(drafting, rows, asked()), "ksana, free": ours(plain, rows, free)}
+    take_turns(sides, "llama.cpp")
+    sent.close()
+    peer.wait()
+
+
+if __name__ == "__main__":
+    mode, *rest = sys.argv[1:] or ["jump"]
+    if mode == "llama":
+        llama(rest[0] if rest else ".venv-peers/bin/python")
+    else:
+        {"jump": jump, "rows": with_and_without}[mode](int(rest[0]) if rest else {"jump": 1, "rows": 32}[mode])
