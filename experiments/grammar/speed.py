@@ -25,29 +25,25 @@ from ksana_jax.core.sources import model_path
 from ksana_jax.scheduler.step import masks
 
 PAIRS, SEED, NUM_OTHERS, MAX_TOKENS = 5, 0, 3, 96
-# A run is the work of one side: it returns how many tokens it wrote, and what is said about them.
-Run = Callable[[], tuple[int, str]]
+# A run returns the number of its tokens, its seconds, those of CPU, and what is said about it.
+Run = Callable[[], tuple[int, float, float, str]]
 
 
 def take_turns(sides: dict[str, Run], baseline: str) -> None:
     """Prints tokens/s of each side: medians of PAIRS rounds after one that compiles, and ratios to the baseline."""
-    for run in sides.values():
-        run()
+    said = {name: run()[-1] for name, run in sides.items()}
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    said = dict.fromkeys(sides, "")
     for _ in range(PAIRS):
         for name, run in sides.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            count, said[name] = run()
-            rates[name].append((count / (time.perf_counter() - wall), count / (time.process_time() - cpu)))
+            count, wall, cpu, said[name] = run()
+            rates[name].append((count / wall, count / cpu))
     for name, found in rates.items():
         ratios = np.divide(found, rates[baseline])
-        wall, cpu = np.median(found, axis=0)
-        per_wall, per_cpu = np.median(ratios, axis=0)
-        low, high = ratios[:, 0].min(), ratios[:, 0].max()
+        (wall, cpu), (per_wall, per_cpu) = np.median(found, axis=0), np.median(ratios, axis=0)
+        low, high = ratios[:, 1].min(), ratios[:, 1].max()
         print(
-            f"{name:24} {wall:6.1f} tokens/s x {per_wall:.2f} ({low:.2f} to {high:.2f}), "
-            f"a second of CPU {cpu:6.1f} x {per_cpu:.2f}; {said[name]}; load {os.getloadavg()[0]:.1f}",
+            f"{name:24} {wall:6.1f} tokens/s x {per_wall:.2f}, by CPU {cpu:6.1f} x {per_cpu:.2f} ({low:.2f} to "
+            f"{high:.2f}); {said[name]}; load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
 
@@ -66,15 +62,17 @@ def asked(**given: Any) -> SamplingParams:
 def ours(llm: LLM, rows: int, params: SamplingParams | list[SamplingParams]) -> Run:
     prompts = [order["json"] for order in orders(rows, SEED, NUM_OTHERS)]
 
-    def run() -> tuple[int, str]:
+    def run() -> tuple[int, float, float, str]:
         llm.clear_records()
+        wall, cpu = time.perf_counter(), time.process_time()
         outputs = [o.check() for o in llm.generate(prompts, params)]
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         accepted = sum(o.metrics.num_accepted_tokens for o in outputs)
         drafted = sum(o.metrics.num_draft_tokens for o in outputs)
         valid = sum(is_valid(o.outputs[0].text) for o in outputs)
         count = sum(len(o.outputs[0].token_ids) for o in outputs)
         steps = len(llm.engine.records)
-        return count, f"{steps} steps, {accepted} of {drafted} drafts accepted, {valid} of {len(outputs)} valid"
+        return count, wall, cpu, f"{steps} steps, {accepted} of {drafted} drafts accepted, {valid} of {len(outputs)} valid"
 
     return run
 
@@ -82,11 +80,12 @@ def ours(llm: LLM, rows: int, params: SamplingParams | list[SamplingParams]) -> 
 def jump(rows: int) -> None:
     plain, sides = engine(rows), {}
     drafting = {
-        k: engine(rows, speculative_config={"method": "grammar", "num_speculative_tokens": k}) for k in (4, 8)
+        method: engine(rows, speculative_config={"method": method, "num_speculative_tokens": 4})
+        for method in ("grammar", "ngram")
     }
     for name, given in (("white space", {}), ("compact", {"disable_any_whitespace": True})):
         sides = {f"{name}, none": ours(plain, rows, asked(**given))}
-        sides |= {f"{name}, up to {k}": ours(llm, rows, asked(**given)) for k, llm in drafting.items()}
+        sides |= {f"{name}, {method}": ours(llm, rows, asked(**given)) for method, llm in drafting.items()}
         take_turns(sides, f"{name}, none")
 
 
@@ -109,30 +108,34 @@ def with_and_without(rows: int) -> None:
 
 
 def llama(python: str) -> None:
-    rows, threads = 8, len(os.sched_getaffinity(0))
+    rows, params = 8, asked()
     prompts = [order["json"] for order in orders(rows, SEED, NUM_OTHERS)]
-    given = {"path": str(model_path("smollm2")), "schema": SCHEMA, "prompts": prompts, "threads": threads}
+    plain = engine(rows)
+    drafting = engine(rows, speculative_config={"method": "grammar", "num_speculative_tokens": 4})
+    decode = plain.tokenizer.decode
+    lengths = [len(o.outputs[0].token_ids) for o in plain.generate(prompts, params)]
+    free = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in lengths]
+    given = {"path": str(model_path("smollm2")), "schema": SCHEMA, "lengths": lengths}
+    given |= {"prompts": [plain.tokenizer.encode(text) for text in prompts]}
     worker = [python, str(Path(__file__).with_name("llama_worker.py"))]
     peer = subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert peer.stdin is not None and peer.stdout is not None
     sent, answers = peer.stdin, peer.stdout
-    sent.write(json.dumps(given | {"max_tokens": MAX_TOKENS}) + "\n")
 
-    def theirs(grammar: bool) -> Run:
-        def run() -> tuple[int, str]:
-            sent.write(json.dumps(grammar) + "\n")
-            sent.flush()
-            found = json.loads(answers.readline())
-            valid = sum(map(is_valid, found["texts"]))
-            return found["count"], f"{valid} of {rows} valid, CPU {found['cpu_s']:.1f} s"
+    def exchange(message: Any) -> Any:
+        sent.write(json.dumps(message) + "\n")
+        sent.flush()
+        return json.loads(answers.readline())
 
-        return run
+    def theirs(grammar: bool) -> tuple[int, float, float, str]:
+        found = exchange(grammar)
+        valid = sum(is_valid(decode(ids)) for ids in found["outputs"])
+        return sum(lengths), found["wall_s"], found["cpu_s"], f"{valid} of {rows} valid"
 
-    plain, free = engine(rows), SamplingParams(temperature=0, max_tokens=MAX_TOKENS, stop=["\n"])
-    drafting = engine(rows, speculative_config={"method": "grammar", "num_speculative_tokens": 4})
-    sides = {"llama.cpp": theirs(True), "llama.cpp, free": theirs(False), "ksana": ours(plain, rows, asked())}
-    sides |= {"ksana, jump forward": ours(drafting, rows, asked()), "ksana, free": ours(plain, rows, free)}
-    take_turns(sides, "llama.cpp")
+    print(exchange(given | {"threads": len(os.sched_getaffinity(0))}))
+    sides: dict[str, Run] = {"llama.cpp": lambda: theirs(True), "llama.cpp, free": lambda: theirs(False)}
+    sides |= {"ksana": ours(plain, rows, params), "ksana, jump forward": ours(drafting, rows, params)}
+    take_turns(sides | {"ksana, free": ours(plain, rows, free)}, "llama.cpp")
     sent.close()
     peer.wait()
 

@@ -34,21 +34,22 @@ from ksana_jax.tokenizers import load_tokenizer
 MODEL, MAX_SPELLINGS = "smollm2", 24
 
 
-def ordered(value: Any, order: dict[str, int]) -> Any:
-    """Returns a value with its properties in a given order, others last."""
+def ordered(value: Any, orders: list[list[str]]) -> Any:
+    """Returns a value with the properties of each object in the order of those in a schema that have most of them."""
     if isinstance(value, list):
-        return [ordered(each, order) for each in value]
+        return [ordered(each, orders) for each in value]
     if isinstance(value, dict):
-        keys = sorted(value, key=lambda key: order.get(key, len(order)))
-        return {key: ordered(value[key], order) for key in keys}
+        names = max(orders, key=lambda names: (len(value.keys() & names), -len(names)), default=[])
+        keys = sorted(value, key=lambda key: names.index(key) if key in names else len(names))
+        return {key: ordered(value[key], orders) for key in keys}
     return value
 
 
-def properties(schema: Any) -> Iterator[str]:
-    """Yields the names of properties in a schema, in their order."""
+def properties(schema: Any) -> Iterator[list[str]]:
+    """Yields the names of the properties of each object in a schema, in their order."""
     if isinstance(schema, dict):
         if isinstance(found := schema.get("properties"), dict):
-            yield from found
+            yield [*found]
         schema = [*schema.values()]
     for each in schema if isinstance(schema, list) else ():
         yield from properties(each)
@@ -106,7 +107,7 @@ def main(folder: str, every: int) -> None:
         given = json.loads(path.read_text(encoding="utf-8"))
         source = path.stem if isinstance(given, list) else re.split("[-_]", path.stem)[0]
         for group in given if isinstance(given, list) else [given]:
-            c, order = counts[source], {name: i for i, name in enumerate(dict.fromkeys(properties(group["schema"])))}
+            c, orders = counts[source], [*properties(group["schema"])]
             c["schemas"] += 1
             try:
                 asked = StructuredOutputsParams(json=group["schema"])
@@ -117,7 +118,7 @@ def main(folder: str, every: int) -> None:
                 continue
             for test in group["tests"]:
                 kind = "valid" if test["valid"] else "invalid"
-                forms = some(ordered(test["data"], order))
+                forms = some(ordered(test["data"], orders))
                 try:
                     right = any(checker.allows(asked, form) for form in forms) == test["valid"]
                 except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,5 +163,8 @@ def _load(
         llm.tokenizer.set_templates({"default": chat_template}, "--chat-template")
     if warm_up and llm.llm is not None:
         # A request without a temperature samples; what greedy ones need is always included.
-        llm.llm.warm_up(sampling_params=SamplingParams(), in_background=True)
+        asked = [SamplingParams()]
+        if llm.tokenizer is not None and importlib.util.find_spec("llguidance") is not None:
+            asked.append(SamplingParams(structured_outputs={"json_object": True}))
+        llm.llm.warm_up(sampling_params=asked, in_background=True)
     return llm
