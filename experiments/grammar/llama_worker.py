@@ -1,7 +1,7 @@
 """llama.cpp with grammars for `speed`: a line of settings on stdin, then one for each run: true with a grammar.
 
-The grammar sampler reads the most probable token first, and the whole vocabulary only if its grammar forbids that one, as
-llama.cpp's `common_sampler_sample` does.
+The grammar sampler reads the most probable token first, and the whole vocabulary only if its grammar forbids that one,
+as llama.cpp's `common_sampler_sample` does.
 """
 
 import ctypes

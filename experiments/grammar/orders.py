@@ -1,4 +1,4 @@
-"""Orders to extract from texts: six facts among sentences about other things, two examples before them, and a schema."""
+"""Orders to extract from texts: six facts among sentences about other things, after two examples; and a schema."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@ JSON Schema's own tests:
 pip download --no-deps --no-binary :all: jsonschema==4.26.0 && tar xzf jsonschema-4.26.0.tar.gz
 python -m experiments.grammar.suite jsonschema-4.26.0/json/tests/draft2020-12
 
-MaskBench (real schemas of JSONSchemaBench), every tenth file: a checkout of github.com/guidance-ai/jsonschemabench at ba103c7
+MaskBench (real schemas of JSONSchemaBench), every tenth file of github.com/guidance-ai/jsonschemabench at ba103c7:
 python -m experiments.grammar.suite jsonschemabench/maskbench/data 10
 
-A schema is refused with its reason before any token, or it is enforced: then a grammar allows each valid instance in one
-of its spellings (orders of properties, 1 for 1.0), and no invalid one in any. Prints counts by file or source, reasons,
-failures, and the times of masks.
+A schema is refused with its reason before any token, or it is enforced: then a grammar allows each valid instance in
+one of its spellings (orders of properties, 1 for 1.0), and no invalid one in any. Prints counts by file or source,
+reasons, failures, and the times of masks.
 """
 
 from __future__ import annotations

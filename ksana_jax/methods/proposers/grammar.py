@@ -1,7 +1,7 @@
 """Jump forward: drafts the tokens that a row's grammar forces, and no others.
 
-Source: jump-forward decoding of compressed finite state machines, Zheng et al., SGLang, arXiv:2312.07104, section 4; here
-the model checks the forced tokens, since it may spell the same text with others.
+Source: jump-forward decoding of compressed finite state machines, Zheng et al., SGLang, arXiv:2312.07104, section 4.
+Here the model checks the forced tokens, since it may spell the same text with others.
 """
 
 from __future__ import annotations
