@@ -72,7 +72,7 @@ def num_right(facts: dict[str, Any], answer: str) -> int:
 
 
 def is_valid(answer: str) -> bool:
-    """Returns True if an answer is JSON that follows the schema, by a validator that the grammars do not use."""
+    """Returns True if an answer is JSON of the schema, by a validator that grammars do not use."""
     try:
         return jsonschema_rs.is_valid(SCHEMA, json.loads(answer))
     except ValueError:

@@ -18,12 +18,11 @@ from experiments.grammar.orders import SCHEMA, is_valid, orders
 from ksana_jax import LLM, SamplingParams, StructuredOutputsParams
 
 PAIRS, SEED, MAX_TOKENS = 5, 0, 96
-# A run returns the number of its tokens, its seconds, those of CPU, and what is said about it.
 Run = Callable[[], tuple[int, float, float, str]]
 
 
 def take_turns(sides: dict[str, Run], baseline: str) -> None:
-    """Prints tokens/s of each side: medians of PAIRS rounds after one that compiles, and ratios to the baseline."""
+    """Prints tokens/s and ratios: medians of PAIRS rounds after one. Runs return tokens, seconds, of CPU, and a note."""
     said = {name: run()[-1] for name, run in sides.items()}
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(PAIRS):

@@ -74,7 +74,7 @@ class Speculation:
         return self.goodput.choose(len(rows), most) if most and len(rows) and self.goodput is not None else most
 
     def may_draft(self, rows: Rows, which: np.ndarray) -> bool:
-        """Whether the next step of rows [n] may have drafts, so that it needs the tokens of the running one."""
+        """Returns True if the next step of rows [n] may have drafts, and so needs the tokens of the running one."""
         return self.most_at(which) > 0 and (bool(rows.settings.matchers) or not self.proposer.needs_grammars)
 
     @property
