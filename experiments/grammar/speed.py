@@ -22,7 +22,7 @@ Run = Callable[[], tuple[int, float, float, str]]
 
 
 def take_turns(sides: dict[str, Run], baseline: str) -> None:
-    """Prints tokens/s and ratios: medians of PAIRS rounds after one. Runs return tokens, wall and CPU seconds, a note."""
+    """Prints tokens/s and ratios: medians of PAIRS rounds after one. Runs return tokens, wall and CPU s, and a note."""
     said = {name: run()[-1] for name, run in sides.items()}
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(PAIRS):

@@ -154,6 +154,7 @@ def _load(
 ) -> AsyncLLM:
     """Loads a model; called in a thread while the server listens."""
     from ksana_jax.core.request import SamplingParams
+    from ksana_jax.core.structured_outputs import StructuredOutputsParams
     from ksana_jax.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM(model, **settings)
@@ -165,6 +166,6 @@ def _load(
         # A request without a temperature samples; what greedy ones need is always included.
         asked = [SamplingParams()]
         if llm.tokenizer is not None and importlib.util.find_spec("llguidance") is not None:
-            asked.append(SamplingParams(structured_outputs={"json_object": True}))
+            asked.append(SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)))
         llm.llm.warm_up(sampling_params=asked, in_background=True)
     return llm
