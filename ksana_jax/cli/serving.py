@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -153,6 +154,7 @@ def _load(
 ) -> AsyncLLM:
     """Loads a model; called in a thread while the server listens."""
     from ksana_jax.core.request import SamplingParams
+    from ksana_jax.core.structured_outputs import StructuredOutputsParams
     from ksana_jax.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM(model, **settings)
@@ -162,5 +164,8 @@ def _load(
         llm.tokenizer.set_templates({"default": chat_template}, "--chat-template")
     if warm_up and llm.llm is not None:
         # A request without a temperature samples; what greedy ones need is always included.
-        llm.llm.warm_up(sampling_params=SamplingParams(), in_background=True)
+        asked = [SamplingParams()]
+        if llm.tokenizer is not None and importlib.util.find_spec("llguidance") is not None:
+            asked.append(SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)))
+        llm.llm.warm_up(sampling_params=asked, in_background=True)
     return llm

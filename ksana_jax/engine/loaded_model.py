@@ -243,7 +243,8 @@ class LoadedModel(LLMFacts, Sleeps):
 
         Args:
           sampling_params: parameters of later requests, in any mixture; plain greedy sampling is always included.
-          in_background: on a CPU, compile what a first chat needs, and the rest in a background thread.
+          in_background: on a CPU, compile what a first chat needs, and the rest in a background thread, with masks of
+            grammars last.
         """
         before = self.num_compilations
         asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())

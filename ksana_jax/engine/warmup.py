@@ -33,7 +33,7 @@ logger = logging.getLogger("ksana_jax")
 
 def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], in_background: bool) -> None:
     """Compiles every step that sequences of up to max_len tokens can need; see `LLM.warm_up`."""
-    engine, larger = replica.engine, []
+    engine, larger, masked = replica.engine, [], []
     runner: Any = engine.executor
     config, buckets = engine.config, engine.builder.buckets
     width = engine.scheduler.layout.table_width(max_len or engine.max_model_len, config.max_num_batched_tokens)
@@ -43,10 +43,13 @@ def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], i
     loops = {1} if runner.chooses_in_step else set()
     if config.num_scheduler_steps > 1 and not runner.embeds_on_host:
         loops.add(config.num_scheduler_steps)
-    speculation, rule = engine.scheduler.speculation, engine.builder.acceptance
+    every, speculation, rule = buckets, engine.scheduler.speculation, engine.builder.acceptance
+    if in_background:  # masks come last: many engines never meet a grammar
+        masked = [p for p in asked if p.structured_outputs is not None]
+        asked = [p for p in asked if p.structured_outputs is None]
     drawn = () if speculation is None else speculation.proposer.drawn_shapes
 
-    def keys_of(buckets: Buckets) -> list[Any]:
+    def keys_of(buckets: Buckets, asked: Seq[SamplingParams] = asked) -> list[Any]:
         shapes, verifying = plain_shapes(buckets, width), verification_shapes(buckets, width)
         return keys_for(shapes, buckets.decodes, asked, loops, engine.model.vocab_size, verifying, rule, drawn)
 
@@ -59,12 +62,18 @@ def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], i
     runner.compile(keys_of(buckets), workers, table_width=widest, moves=moves)
     if speculation is not None:
         speculation.proposer.warm_up(widest, any(not p.greedy for p in asked), workers)
-    if larger:
-        left = [(each, [key for key in keys_of(each) if key not in runner.programs]) for each in larger]
-        _BackgroundCompiler(replica, left).start()
-    elif in_background:
+    if in_background and not larger:
         chat = [buckets.shape(1, (), 1), buckets.shape(0, (min(CHAT_TOKENS, config.max_num_batched_tokens),), 1)]
         _load(runner.programs, keys_for(chat, buckets.decodes[:1], asked, loops, engine.model.vocab_size))
+    left, known = [], {*runner.programs}
+    stages_left = [(each, keys_of(each)) for each in larger]
+    if masked and config.distributed is None:
+        stages_left.append((every, keys_of(every, [*asked, *masked])))
+    for each, keys in stages_left:
+        left.append((each, [key for key in keys if key not in known]))
+        known.update(keys)
+    if left:
+        _BackgroundCompiler(replica, left).start()
 
 
 def _load(programs: Mapping[Any, Any], keys: Seq[Any]) -> None:

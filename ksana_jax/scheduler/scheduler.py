@@ -180,7 +180,7 @@ class Scheduler:
         """
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
-        waits |= self.speculation is not None and self.speculation.most_at(self.order) > 0
+        waits |= self.speculation is not None and self.speculation.may_draft(r, self.order)
         waits |= memory.prefixes.enabled and bool(self.row_blocks.windowed)
         waits |= self.eviction is not None and self.eviction.waits
         return waits or bool(r.num_beams + r.settings.num_dense)

@@ -35,6 +35,7 @@ SCHEMAS = [
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
 TREES = {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "decoding_mode": "hier"}}
 BLOCK = {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "acceptance": "block"}}
+GRAMMAR = {"speculative_config": {"method": "grammar", "num_speculative_tokens": 8}}
 SHARED = {"enable_prefix_caching": True, "num_blocks": 8, **NGRAM}
 PROMPT = "import json\nprint(json.dumps("
 
@@ -52,7 +53,7 @@ def asked(schema=None, **given) -> SamplingParams:
 
 
 @pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("settings", [{}, NGRAM, TREES, BLOCK, {"num_blocks": 8}, SHARED])
+@pytest.mark.parametrize("settings", [{}, NGRAM, GRAMMAR, TREES, BLOCK, {"num_blocks": 8}, SHARED])
 def test_every_text_of_a_random_model_is_valid(settings, n):
     llm = tiny(**settings)
     params = [asked(SCHEMAS[seed % len(SCHEMAS)], n=n, seed=seed) for seed in range(100 // n)]
@@ -67,21 +68,19 @@ def test_every_text_of_a_random_model_is_valid(settings, n):
     assert_idle(llm)
 
 
-def test_texts_are_valid_after_their_reasoning_with_drafts_and_several_completions():
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("settings", [NGRAM, GRAMMAR, *(pytest.param(s, marks=pytest.mark.soak) for s in ({}, BLOCK))])
+def test_every_text_after_reasoning_is_valid(settings, n):
     # An end that any text soon has, within tokens too.
-    params = [
-        asked(
-            None,
-            n=4,
-            seed=i,
-            structured_outputs={"json": schema, "disable_any_whitespace": True, "thinking": ("", "e")},
-        )
-        for i, schema in enumerate(SCHEMAS)
-    ]
-    found = [c.text.partition("e") for o in tiny(**NGRAM).generate([PROMPT] * len(params), params) for c in o.outputs]
-    for i, (_, _, text) in enumerate(found):
-        jsonschema_rs.validate(SCHEMAS[i // 4], json.loads(text))
-    assert len({before for before, _, _ in found}) > 10
+    params = []
+    for seed in range(100 // n):
+        given = {"json": SCHEMAS[seed % len(SCHEMAS)], "disable_any_whitespace": True, "thinking": ("", "e")}
+        params.append(asked(None, n=n, seed=seed, structured_outputs=given))
+    outputs = tiny(**settings).generate([PROMPT] * len(params), params)
+    found = [(i, *c.text.partition("e")) for i, output in enumerate(outputs) for c in output.outputs]
+    for i, _, _, text in found:
+        jsonschema_rs.validate(SCHEMAS[i % len(SCHEMAS)], json.loads(text))
+    assert len(found) == 100 and len({before for _, before, _, _ in found}) > 50
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -91,6 +90,7 @@ def test_drafts_and_preemption_change_no_token(temperature):
     plain = tokens_of(tiny(), prompts, params)
     assert tokens_of(tiny(num_blocks=8), prompts, params) == plain
     assert tokens_of(tiny(**NGRAM), prompts, params) == plain
+    assert tokens_of(tiny(**GRAMMAR), prompts, params) == plain
     assert tokens_of(tiny(async_scheduling=False, num_scheduler_steps=4), prompts, params) == plain
 
 
@@ -111,11 +111,18 @@ def test_rows_with_grammars_run_ahead_of_their_tokens():
 
 def test_forced_tokens_are_drafts_that_are_accepted():
     only = StructuredOutputsParams(choice=["def one_of_the_longest_names_of_all(): return None"])
-    llm = tiny(**NGRAM)
+    llm = tiny(**GRAMMAR)
     [output] = llm.generate(PROMPT, asked(structured_outputs=only))
     assert output.outputs[0].text == only.choice[0]
     steps = len(llm.engine.records)
-    assert steps <= 0.6 * len(output.outputs[0].token_ids) and output.metrics.num_accepted_tokens > 0
+    assert steps <= 0.4 * len(output.outputs[0].token_ids) and output.metrics.num_accepted_tokens > 0
+
+
+def test_rows_without_grammars_run_ahead_where_only_grammars_draft():
+    llm, ahead = tiny(**GRAMMAR), []
+    llm.engine.observers.append(lambda engine: ahead.append(engine.num_steps_under_way))
+    llm.generate(PROMPT, asked(max_tokens=40))
+    assert ahead.count(1) > 0.9 * len(ahead) > 20
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,20 @@ def test_steps_take_larger_shapes_until_their_own_are_compiled(gate):
     assert {*plain_shapes(few)} < {*plain_shapes(more)} < {*plain_shapes(buckets)}
 
 
+def test_masks_of_grammars_are_compiled_last_in_the_background(gate):
+    asked = SamplingParams(max_tokens=9, structured_outputs={"regex": "[a-z]{4}"})
+    plain = LLM("ksana-tiny", **SETTINGS)
+    plain.warm_up(sampling_params=SamplingParams())
+    llm = LLM("ksana-tiny", **SETTINGS)
+    assert llm.warm_up(sampling_params=[SamplingParams(), asked], in_background=True) == plain.num_compilations
+    assert llm.engine.num_compiling > 0
+    gate.set()
+    wait_for_end()
+    compiled = llm.num_compilations
+    assert [len(o.outputs[0].text) for o in llm.generate(PROMPTS, asked)] == [4, 4, 4]
+    assert llm.num_compilations == compiled > plain.num_compilations and llm.engine.num_compiling == 0
+
+
 def test_nothing_is_left_where_the_store_has_all_programs():
     LLM("ksana-tiny", **SETTINGS).warm_up()
     llm = LLM("ksana-tiny", **SETTINGS)

@@ -18,6 +18,7 @@ PROPOSERS: dict[str, str] = {
     "trie": "ksana_jax.methods.proposers.trie:TrieLookup",
     "suffix": "ksana_jax.methods.proposers.suffix:Suffix",
     "jacobi": "ksana_jax.methods.proposers.jacobi:Jacobi",
+    "grammar": "ksana_jax.methods.proposers.grammar:Grammar",
     "draft_model": "ksana_jax.engine.draft_models.draft_model:DraftModel",
     "bild": "ksana_jax.engine.draft_models.bild:Bild",
 }

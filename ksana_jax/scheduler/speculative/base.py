@@ -61,10 +61,12 @@ class Proposer(Protocol):
 
     Attributes:
       needs_blocks: True if rows must have the blocks of their draft tokens before these are drafted.
+      needs_grammars: True if it never drafts for rows without a grammar, which then need not wait for their tokens.
       drawn_shapes: possible shapes of the first axes of `Drafts.drawn_from`.
     """
 
     needs_blocks: bool = False
+    needs_grammars: bool = False
     drawn_shapes: Sequence[tuple[int, int]] = ()
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:

@@ -73,6 +73,10 @@ class Speculation:
         most = min(self.method.most_at(len(rows)), most_drafts(self.buckets, len(rows)))
         return self.goodput.choose(len(rows), most) if most and len(rows) and self.goodput is not None else most
 
+    def may_draft(self, rows: Rows, which: np.ndarray) -> bool:
+        """Returns True if the next step of rows [n] may have drafts, and so needs the tokens of the running one."""
+        return self.most_at(which) > 0 and (bool(rows.settings.matchers) or not self.proposer.needs_grammars)
+
     @property
     def needs_blocks(self) -> bool:
         """True if rows must have the blocks of their draft tokens before they are drafted."""
