@@ -121,6 +121,7 @@ CONFIGS = {
         **{"num_kv_heads": 1, "head_dim": 20, "latent": LatentSpec(12, 8, 6, 10, interleaved=False)},
         rope=RopeConfig(partial_rotary_factor=0.4),
     ),
+    "gated": dataclasses.replace(TINY, out_gate=True, recurrent=DeltaRuleSpec((0,), 2, 4, 8, 4)),
     "delta": dataclasses.replace(TINY, recurrent=DeltaRuleSpec((0,), 2, 4, 8, 4, norm_placement="after")),
     "recurrent": dataclasses.replace(TINY, recurrent=ShortConvSpec((0,), bias=True)),
     "reads": dataclasses.replace(TINY, num_layers=3, kv_layers=(0, 0, 0), qkv_bias=True, qk_norm="head"),

@@ -28,6 +28,8 @@ GEMMA_SHAPE = {
 COHERE: Any = {"norm": "layer_no_bias", "norm_placement": "parallel_shared", "logit_scale": 0.25}
 NEOX = {"norm": "layer", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 EXPERTS = {"num_layers": 2, "mlp": "swiglu_experts", "experts": ExpertsSpec(8, 2)}
+GATED: Any = {"num_layers": 3, "norm": "rms_plus_one", "qk_norm": "head", "out_gate": True}
+GATED |= {"rope": RopeConfig(partial_rotary_factor=0.25), "recurrent": DeltaRuleSpec((0, 2), 2, 4, 8, 6, 3, eps=1e-5)}
 OSS: Any = {"family": "gpt_oss", "sinks": "learned", "mlp_bias": True, "num_layers": 2}
 OSS |= {"mlp": "clamped_swiglu_experts", "experts": ExpertsSpec(8, 2, sigmoid_factor=1.3, limit=3.0)}
 MOSAIC: Any = {"family": "mpt", "norm": "layer_no_bias", "mlp": "gelu", "rope": NO_ROPE, "alibi": alibi_slopes(8)}
@@ -162,6 +164,12 @@ WRITABLE = [
         **{"family": "olmo_hybrid", "num_layers": 3, "rope": NO_ROPE, "norm_placement": "after"},
         qk_norm="projection",
         recurrent=DeltaRuleSpec((0, 2), 2, 4, 8, 6, 3, 2.0, norm_placement="before"),
+    ),
+    ModelConfig(**GATED, family="qwen3_5_text", tie_embeddings=True),
+    ModelConfig(**EXPERTS | GATED | {"experts": ExpertsSpec(4, 2, True, 64)}, family="qwen3_5_moe_text"),
+    ModelConfig(
+        **EXPERTS | GATED | {"experts": ExpertsSpec(4, 2, False, 64, plain_layers=(1,), plain_d_ff=40)},
+        family="qwen3_next",
     ),
     ModelConfig(family="lfm2", num_layers=3, recurrent=ShortConvSpec((0, 2), 4, bias=True), qk_norm="head"),
 ]
