@@ -123,6 +123,7 @@ class ModelConfig:
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         found += [] if self.experts is None else self.experts.problems()
+        found += ["out_gate does not go with latents"] * (self.out_gate and self.latent is not None)
         found += [] if self.latent is None else self.latent.problems(self.num_kv_heads, self.head_dim)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)

@@ -85,10 +85,13 @@ def _apart(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, Sto
     for name, x in found.items():
         prefix, _, kind = name.rpartition(".experts.")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
-        if not parts or len(x.shape) != 3 or x.shape[0] != config.experts.num_experts:
-            apart[name], parts = x, ()
-        for part, rows in zip(parts, np.split(np.arange(x.shape[1]), len(parts)) if parts else (), strict=True):
-            of_one = functools.partial(PartOfTensor, x.path, x.name, x.dtype, (len(rows), x.shape[2]), x, rows, False)
+        num_rows = config.d_ff if len(parts) == 2 else config.d_model
+        if not parts or x.shape[:-1] != (config.experts.num_experts, num_rows * len(parts)):
+            apart[name] = x
+            continue
+        for at, part in enumerate(parts):
+            rows, shape = np.arange(at * num_rows, (at + 1) * num_rows), (num_rows, x.shape[-1])
+            of_one = functools.partial(PartOfTensor, x.path, x.name, x.dtype, shape, x, rows, False)
             apart |= {f"{prefix}.experts.{e}.{part}.weight": of_one(e) for e in range(x.shape[0])}
     return apart
 

@@ -81,13 +81,6 @@ class Operators:
             return x
         return self.normed_projection(x.reshape(*x.shape[:-2], -1), weight, norms).reshape(x.shape)
 
-    def gated(self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
-        """Multiplies attention's result [..., N, H] by the gate of the layer's input x [..., D], if it has one."""
-        if p.w_out_gate is None:
-            return attended
-        gate = self.linear(self.normed(x, p.attn_norm, spec.norms), p.w_out_gate)
-        return attended * jax.nn.sigmoid(gate).reshape(attended.shape)
-
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:

@@ -107,6 +107,9 @@ class LayerParams:
     w_conv_k: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
     w_conv_v: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hv*value_dim, 1, kernel]
     delta_norm: jax.Array | None = field(default=None, metadata=vector("whole", "ones"))  # [value_dim]
+    # Mamba-2, see `Mamba2Spec`, has these weights but w_beta, with a delta_norm of [Hv*value_dim], and b_conv
+    # of v, k and q one after the other.
+    skip: jax.Array | None = field(default=None, metadata=vector("rows", "ones", float32=True))  # [Hv]
 
 
 @flax.struct.dataclass

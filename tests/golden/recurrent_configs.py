@@ -45,7 +45,34 @@ QWEN_EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
+GRANITE = BASE | {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "rms_norm_eps": 0.01,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+}
 RECURRENT = {
+    "granitemoehybrid-mamba-experts": GRANITE
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "granitemoehybrid-mamba-dense-tied": GRANITE
+    | {
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "mamba_conv_bias": False,
+        "tie_word_embeddings": True,
+    },
     "qwen3_next-gated-delta-experts": QWEN3_NEXT | QWEN_EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     "qwen3_5-gated-delta-tied": QWEN3_5 | {"tie_word_embeddings": True},
     "qwen3_5_moe-gated-delta-experts": without(QWEN3_5, "intermediate_size")

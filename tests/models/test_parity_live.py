@@ -10,7 +10,7 @@ import pytest
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.core.recurrent import DeltaRuleSpec, ShortConvSpec
+from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.families.mpt import alibi_slopes
@@ -224,6 +224,12 @@ EXPORTED = {
     "qwen3_5": dataclasses.replace(GATED, family="qwen3_5_text", tie_embeddings=True),
     "qwen3_5_moe": dataclasses.replace(
         GATED, family="qwen3_5_moe_text", mlp="swiglu_experts", experts=ExpertsSpec(6, 2, shared_d_ff=24)
+    ),
+    "granitemoehybrid": dataclasses.replace(
+        TINY,
+        **EXPERTS | {"experts": ExpertsSpec(6, 2, shared_d_ff=24, shared_gate=False), "norm_eps": 0.01},
+        **{"family": "granitemoehybrid", "head_dim": 8, "rope": NO_ROPE, "logit_scale": 0.25},
+        recurrent=Mamba2Spec((0, 2), 2, 8, 6, 8, bias=False, eps=0.01),
     ),
     "lfm2": dataclasses.replace(
         TINY, family="lfm2", head_dim=8, qk_norm="head", recurrent=ShortConvSpec((0, 2), 4, bias=True)

@@ -24,6 +24,7 @@ from ksana_jax.models.families.gpt_neox import GPT_NEOX
 from ksana_jax.models.families.gpt_oss import GPT_OSS
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.granitemoe import GRANITEMOE
+from ksana_jax.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from ksana_jax.models.families.lfm2 import LFM2
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_cla import LLAMA_CLA
@@ -93,6 +94,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        GRANITEMOEHYBRID,
     )
 }
 
