@@ -55,6 +55,7 @@ class ModelConfig:
       max_position: context length in tokens that the model was trained for.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
       latent: what the pool stores of a token instead of keys and values, see `layer_spec.LatentSpec`; None for those.
+      out_gate: see `layer_spec.AttentionSpec`.
       recurrent: layers that have a state instead of keys and values, see `core.recurrent`; None for none.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
@@ -93,6 +94,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     kv_layers: tuple[int, ...] | None = None
     latent: LatentSpec | None = None
+    out_gate: bool = False
     recurrent: recurrent.RecurrentSpec | None = None
     kept: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
@@ -121,6 +123,7 @@ class ModelConfig:
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         found += [] if self.experts is None else self.experts.problems()
+        found += ["out_gate does not go with latents"] * (self.out_gate and self.latent is not None)
         found += [] if self.latent is None else self.latent.problems(self.num_kv_heads, self.head_dim)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)
@@ -143,7 +146,7 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """The specification of each layer."""
         same = ("num_heads", "num_kv_heads", "head_dim", "soft_cap", "sinks", "qkv_bias", "out_bias", "qk_norm")
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, "alibi", "latent")}
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, "alibi", "latent", "out_gate")}
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
         attention = functools.partial(AttentionSpec, scale=scale, **given)
         mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)

@@ -151,6 +151,7 @@ class AttentionSpec:
     own_kv: False for a layer that computes queries only, and attends to the keys and values of an earlier layer, see
       `ModelConfig.kv_layers`.
     latent: how keys and values follow from a latent; None if they are products of hidden states.
+    out_gate: the result is multiplied by the sigmoid of a product of the layer's input (arXiv:2505.06708).
     """
 
     num_heads: int
@@ -167,6 +168,7 @@ class AttentionSpec:
     alibi: tuple[float, ...] | None = None
     own_kv: bool = True
     latent: LatentSpec | None = None
+    out_gate: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

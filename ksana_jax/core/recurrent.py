@@ -64,7 +64,7 @@ class DeltaRuleSpec:
     def state(self, d_model: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
         """See `ShortConvSpec.state`."""
         matrix = self.num_value_heads, self.key_dim, self.value_dim
-        return {"conv": ((self.kernel - 1, self.num_channels), None), "delta": (matrix, "float32")}
+        return {"conv": ((self.kernel - 1, self.num_channels), None), "matrix": (matrix, "float32")}
 
     def own_problems(self) -> list[str | None]:
         """Returns the problems of the numbers of this kind."""
@@ -76,7 +76,34 @@ class DeltaRuleSpec:
         return found
 
 
-RecurrentSpec = ShortConvSpec | DeltaRuleSpec
+@dataclasses.dataclass(frozen=True)
+class Mamba2Spec:
+    """Specifies selective state spaces of Mamba-2 (arXiv:2405.21060, section 7).
+
+    A head's state S [key_dim, value_dim], in float32, becomes e^g S + k (dt v)^T, of which q reads S^T q; g = -a dt,
+    and dt is a softplus. v is added to the result, times a number of the head. The paper names q, k and v C, B and x.
+    The result is multiplied by a gate, and each of num_key_heads equal parts of it normalised.
+
+    layers: of the model, counted from 0, that are such; the others have attention.
+    num_key_heads: of q and of k; each serves as many of num_value_heads that follow each other.
+    bias: whether the convolution of q, k and v over the last `kernel` tokens has one. eps: of the norm.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    bias: bool = True
+    eps: float = 1e-5
+
+    num_channels = DeltaRuleSpec.num_channels
+    state = DeltaRuleSpec.state
+    own_problems = DeltaRuleSpec.own_problems
+
+
+RecurrentSpec = ShortConvSpec | DeltaRuleSpec | Mamba2Spec
 
 
 def problems(config: Any) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
@@ -16,6 +19,7 @@ from ksana_jax.loading.quantised.find import with_quantised
 from ksana_jax.loading.quantised.scheme import read_scheme
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
+from ksana_jax.loading.views import PartOfTensor
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import num_params
 
@@ -64,11 +68,32 @@ def _renamed(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
         if name in found:
             raise LoadError(f"{stored.path}: {stored.name} and {found[name].name} are the same tensor, {name}")
         found[name] = stored
+    found = _apart(found, config)
     names = FAMILIES[config.family].top_names
     if config.tie_embeddings and names["embed"] not in found and names["head"] in found:
         # safetensors' save_model keeps one name of a shared tensor, the head's.
         found[str(names["embed"])] = found.pop(str(names["head"]))
     return found
+
+
+def _apart(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """Returns tensors with those of each expert apart, where a family has them so and a file has stacks [E, out, in],
+    of gate and up together."""
+    names, apart = FAMILIES[config.family].layer_names.values(), {}
+    if config.experts is None or "mlp.experts.{}.down_proj.weight" not in names:
+        return found
+    for name, x in found.items():
+        prefix, _, kind = name.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+        num_rows = config.d_ff if len(parts) == 2 else config.d_model
+        if not parts or x.shape[:-1] != (config.experts.num_experts, num_rows * len(parts)):
+            apart[name] = x
+            continue
+        for at, part in enumerate(parts):
+            rows, shape = np.arange(at * num_rows, (at + 1) * num_rows), (num_rows, x.shape[-1])
+            of_one = functools.partial(PartOfTensor, x.path, x.name, x.dtype, shape, x, rows, False)
+            apart |= {f"{prefix}.experts.{e}.{part}.weight": of_one(e) for e in range(x.shape[0])}
+    return apart
 
 
 def usual_name(name: str, config: ModelConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -102,7 +103,8 @@ def sources_of(config: ModelConfig) -> list[WeightSource]:
             source = WeightSource({name.format(i): shape[1:] for i in range(shape[0])})
         else:
             source = WeightSource({name: shape})
-        source = source if layer is None or field not in ROTATED else _for_rotation(source, config, layer, shape)
+        if layer is not None and field in ROTATED and not recurrent:
+            source = _for_rotation(source, config, layer, shape)
         found.append(source._replace(field=field))
     return found
 
@@ -118,7 +120,8 @@ def _for_rotation(source: WeightSource, config: ModelConfig, layer: int, shape: 
 
 
 def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> WeightSource:
-    groups, fields = getattr(config, view.groups) if view.groups else 1, view.fields or (field,)
+    groups = operator.attrgetter(view.groups)(config) if view.groups else 1
+    fields = view.fields or (field,)
     num_stacks = int(stated(field, "loading").stacked)
     sizes = [getattr(shapes, name)[num_stacks] for name in fields]
     for name, size in zip(fields, sizes, strict=True):
@@ -161,7 +164,10 @@ class PartOfTensor(StoredTensor):
     rows: np.ndarray
     transposed: bool
     index: int | None = None
-    dtypes = ()
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.dtypes
 
     @property
     def value_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""Attention to latents: the products before and after it, see `core.layer_spec.LatentSpec`. Knows no pool."""
+"""Attention to latents: the products before and after it, see `core.layer_spec.LatentSpec`; and gates after attention.
+Knows no pool."""
 
 from __future__ import annotations
 
@@ -36,8 +37,12 @@ def project(x: jax.Array, p: LayerParams, spec: LayerSpec, operators: Operators)
 
 
 @jax.named_scope("output")
-def values(attended: jax.Array, p: LayerParams, latent: LatentSpec, operators: Operators) -> jax.Array:
-    """Returns each head's weighted sum of values [..., N, V] from that of what the pool stores [..., N, H]."""
+def values(attended: jax.Array, x: jax.Array, p: LayerParams, spec: LayerSpec, operators: Operators) -> jax.Array:
+    """Returns each head's weighted sum of values [..., N, V] from that of what the pool stores [..., N, H]; without
+    latents, times the gate of the layer's input x [..., D]."""
+    if (latent := spec.attention.latent) is None:
+        gate = operators.linear(operators.normed(x, p.attn_norm, spec.norms), p.w_out_gate)
+        return attended * jax.nn.sigmoid(gate).reshape(attended.shape)
     half, w_uv = attended.shape[-1] // 2, cast(jax.Array, p.w_uv).reshape(-1, latent.value, latent.rank)
     halves = attended[..., latent.rotated // 2 : half], attended[..., half + latent.rotated // 2 :]
     return _by_head(jnp.concatenate(halves, axis=-1), w_uv, operators)

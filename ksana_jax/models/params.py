@@ -92,6 +92,7 @@ class LayerParams:
     kv_a_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [rank]
     w_uk: jax.Array | None = field(default=None, metadata=OF_LATENTS)  # [N*plain, rank]
     w_uv: jax.Array | None = field(default=None, metadata=OF_LATENTS)  # [N*value, rank]
+    w_out_gate: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [as many as w_o has columns, D]
     # Recurrent layers, see `core.recurrent`, have w_in and w_conv instead of w_q, w_k and w_v. C: convolved channels.
     w_in: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [3*D, D]
     b_in: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [3*D]
@@ -100,13 +101,15 @@ class LayerParams:
     # Delta rules, see `DeltaRuleSpec`, have w_q, w_k and w_v, Hk heads of queries and of keys, and Hv of values.
     w_decay: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv, D]
     w_beta: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv, D]
-    w_out_gate: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv*value_dim, D]
     log_decay: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", float32=True))  # [Hv]
     b_decay: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", float32=True))  # [Hv]
     w_conv_q: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
     w_conv_k: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
     w_conv_v: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hv*value_dim, 1, kernel]
-    delta_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [value_dim]
+    delta_norm: jax.Array | None = field(default=None, metadata=vector("whole", "ones"))  # [value_dim]
+    # Mamba-2, see `Mamba2Spec`, has these weights but w_beta, with a delta_norm of [Hv*value_dim], and b_conv
+    # of v, k and q one after the other.
+    skip: jax.Array | None = field(default=None, metadata=vector("rows", "ones", float32=True))  # [Hv]
 
 
 @flax.struct.dataclass
@@ -178,6 +181,8 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
         shapes |= {"q_norm": (h,), "k_norm": (h,)}
     if spec.qk_norm == "projection":
         shapes |= {"q_proj_norm": (n,), "k_proj_norm": (k,)}
+    if spec.out_gate:
+        shapes |= {"w_out_gate": (n, d)}
     if spec.sinks == "learned":
         shapes |= {"sink_logits": (spec.num_heads,)}
     return shapes if spec.own_kv else {name: x for name, x in shapes.items() if name not in OF_KEYS_AND_VALUES}
@@ -326,8 +331,8 @@ def init_params(
         if starts == "identity":
             leaf = jnp.full(shape, norm_kind(config.norm).identity, dtype)
             leaf = leaf if leaf.ndim == 1 else leaf.at[1].set(0)  # the bias of a norm
-        elif starts == "zeros":
-            leaf = jnp.zeros(shape, dtype_of(name, dtype))
+        elif starts in ("zeros", "ones"):
+            leaf = jnp.full(shape, starts == "ones", dtype_of(name, dtype))
         else:
             scale = std / (2 * config.num_layers) ** 0.5 if starts == "residual" else std
             leaf = _draw(jax.random.fold_in(key, index - 1), scale, shape=shape, dtype=dtype)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.core.recurrent import DeltaRuleSpec, RecurrentSpec, ShortConvSpec
+from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from ksana_jax.models.layers import Linear, rms_norm
 
 # The state of one layer: arrays [R, ...] by name, see `ShortConvSpec.state`.
@@ -93,50 +93,134 @@ def causal_conv(
     return out.astype(x.dtype), newest.astype(before.dtype)
 
 
-def delta_rule_shapes(d_model: int, spec: DeltaRuleSpec) -> dict[str, tuple[int, ...]]:
+def matrix_shapes(d_model: int, spec: DeltaRuleSpec | Mamba2Spec) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes that kinds with a matrix per head share."""
     d, heads = d_model, spec.num_value_heads
     keys, values = spec.num_key_heads * spec.key_dim, heads * spec.value_dim
     shapes: dict[str, tuple[int, ...]] = {"w_q": (keys, d), "w_k": (keys, d), "w_v": (values, d), "w_o": (d, values)}
     shapes |= {f"w_conv_{part}": (size, 1, spec.kernel) for part, size in zip("qkv", (keys, keys, values), strict=True)}
-    shapes |= {"w_decay": (heads, d), "w_beta": (heads, d)}
-    shapes |= {"w_out_gate": (values, d), "log_decay": (heads,), "b_decay": (heads,)}
-    return shapes | {"delta_norm": (spec.value_dim,)}
+    return shapes | {"w_decay": (heads, d), "w_out_gate": (values, d), "log_decay": (heads,), "b_decay": (heads,)}
 
 
-def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear) -> Mix:
-    """See `DeltaRuleSpec`.
+def delta_rule_shapes(d_model: int, spec: DeltaRuleSpec) -> dict[str, tuple[int, ...]]:
+    return matrix_shapes(d_model, spec) | {"w_beta": (spec.num_value_heads, d_model), "delta_norm": (spec.value_dim,)}
 
-    Tokens are computed one after the other, each by operations of the same shapes, so that a token's bits depend on its
-    text alone, not on how steps cut it.
+
+def mamba2_shapes(d_model: int, spec: Mamba2Spec) -> dict[str, tuple[int, ...]]:
+    shapes = matrix_shapes(d_model, spec) | {"skip": (spec.num_value_heads,)}
+    shapes |= {"delta_norm": (spec.num_value_heads * spec.value_dim,)}
+    return shapes | ({"b_conv": (spec.num_channels,)} if spec.bias else {})
+
+
+class Terms(NamedTuple):
+    """The terms of a token in layers with a matrix per head, float32.
+
+    A head's state S [K, V] becomes S' = e^g S, then S' + k u^T, of which q reads S^T q; u is v, or with a delta rule
+    beta (v - k^T S'). q, k: [H, K]. v: [H, V]. g, beta: [H]; beta is None without a delta rule.
     """
-    heads, each = spec.num_value_heads, spec.num_value_heads // spec.num_key_heads
-    keys = spec.num_key_heads * spec.key_dim
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array | None
+
+
+# terms(inputs of a token, several arrays) -> Terms. result(out [H, V], inputs) -> [W].
+OfInputs = Callable[[Any], Terms]
+Result = Callable[[jax.Array, Any], jax.Array]
+
+
+def token_by_token(
+    matrices: jax.Array, text: jax.Array, inputs: Any, terms: OfInputs, result: Result
+) -> tuple[jax.Array, jax.Array]:
+    """Computes tokens one after the other, each by operations of the same shapes, so that a token's bits depend on its
+    text alone, not on how steps cut it.
+
+    Args:
+      matrices: [R, H, K, V] states before the step, float32. text: see `TextTokens`. inputs: arrays [T, ...].
+
+    Returns:
+      [T, W], and the states after the step.
+    """
+
+    def step(matrices: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+        text, given = token
+        q, k, v, g, beta = terms(given)
+        matrix = matrices[text] * jnp.exp(g)[:, None, None]
+        if beta is not None:
+            v = beta[:, None] * (v - (matrix * k[:, :, None]).sum(axis=1))
+        matrix += k[:, :, None] * v[:, None]
+        out = (matrix * q[:, :, None]).sum(axis=1)
+        return matrices.at[text].set(matrix, mode="drop"), result(out, given)
+
+    matrices, rows = jax.lax.scan(step, matrices, (text, inputs))
+    return rows, matrices
+
+
+def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms: OfInputs, result: Result) -> Mix:
+    """Returns a layer with a matrix per head. Inputs of terms and result: convolved q, k and v [C] in the model's type;
+    decay [Hv], gate [Hv*V] and beta [Hv] before their functions, in float32."""
 
     def mix(x: jax.Array, state: State, tokens: TextTokens) -> tuple[jax.Array, State]:
         parts = [w for w in (p.w_q, p.w_k, p.w_v, p.w_qkv) if w is not None]
         inputs = jnp.concatenate([linear(x, w) for w in parts], axis=-1)
         taps = jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
-        convolved, last_inputs = causal_conv(inputs, state["conv"], tokens, taps, None)
-        decay, beta = (linear(x, w).astype(jnp.float32) for w in (p.w_decay, p.w_beta))
-        g = -jnp.exp(p.log_decay) * jax.nn.softplus(decay + p.b_decay)
-        gate = linear(x, p.w_out_gate).astype(jnp.float32)
-
-        def step(matrices: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
-            text, numbers, g, beta, gate = token
-            q, k, v = jnp.split(jax.nn.silu(numbers.astype(jnp.float32)), (keys, 2 * keys))
-            q, k = (jnp.repeat(_unit(y.reshape(-1, spec.key_dim)), each, axis=0) for y in (q, k))
-            matrix = matrices[text] * jnp.exp(g)[:, None, None]
-            error = v.reshape(heads, -1) - (matrix * k[:, :, None]).sum(axis=1)
-            matrix += k[:, :, None] * (beta[:, None] * error)[:, None]
-            out = (matrix * (q * spec.key_dim**-0.5)[:, :, None]).sum(axis=1)
-            normed = rms_norm(out, p.delta_norm.astype(jnp.float32), spec.eps)
-            return matrices.at[text].set(matrix, mode="drop"), normed.reshape(-1) * jax.nn.silu(gate)
-
-        beta = spec.beta_factor * jax.nn.sigmoid(beta)
-        matrices, out = jax.lax.scan(step, state["delta"], (tokens.text, convolved, g, beta, gate))
-        return out.astype(x.dtype), {"conv": last_inputs, "delta": matrices}
+        sizes = [len(p.w_conv_v), len(p.w_conv_v) + len(p.w_conv_k)]
+        bias = None if p.b_conv is None else jnp.concatenate(jnp.split(p.b_conv, sizes)[::-1])
+        convolved, last_inputs = causal_conv(inputs, state["conv"], tokens, taps, bias)
+        others = [linear(x, w).astype(jnp.float32) for w in (p.w_decay, p.w_out_gate, p.w_beta) if w is not None]
+        out, matrix = token_by_token(state["matrix"], tokens.text, (convolved, *others), terms, result)
+        return out.astype(x.dtype), {"conv": last_inputs, "matrix": matrix}
 
     return mix
+
+
+def _queries_keys_values(numbers: jax.Array, spec: DeltaRuleSpec | Mamba2Spec) -> list[jax.Array]:
+    """Splits convolved numbers [C] into q and k [Hk, K], and v [Hv, V], in float32."""
+    keys, heads = spec.num_key_heads * spec.key_dim, (spec.num_key_heads, spec.num_key_heads, spec.num_value_heads)
+    parts = jnp.split(jax.nn.silu(numbers.astype(jnp.float32)), (keys, 2 * keys))
+    return [x.reshape(n, -1) for x, n in zip(parts, heads, strict=True)]
+
+
+def _to_values(x: jax.Array, spec: DeltaRuleSpec | Mamba2Spec) -> jax.Array:
+    """Repeats heads of queries or keys [Hk, K] for the values that they serve."""
+    return jnp.repeat(x, spec.num_value_heads // spec.num_key_heads, axis=0)
+
+
+def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear) -> Mix:
+    """See `DeltaRuleSpec`."""
+
+    def terms(inputs: Any) -> Terms:
+        numbers, decay, _, beta = inputs
+        q, k, v = _queries_keys_values(numbers, spec)
+        q, k = (_to_values(_unit(x), spec) for x in (q, k))
+        g = -jnp.exp(p.log_decay) * jax.nn.softplus(decay + p.b_decay)
+        return Terms(q * spec.key_dim**-0.5, k, v, g, spec.beta_factor * jax.nn.sigmoid(beta))
+
+    def result(out: jax.Array, inputs: Any) -> jax.Array:
+        normed = rms_norm(out, p.delta_norm.astype(jnp.float32), spec.eps)
+        return normed.reshape(-1) * jax.nn.silu(inputs[2])
+
+    return mix_matrices(p, spec, linear, terms, result)
+
+
+def mamba2(p: Any, spec: Mamba2Spec, linear: Linear) -> Mix:
+    """See `Mamba2Spec`."""
+
+    def terms(inputs: Any) -> Terms:
+        numbers, decay, _ = inputs
+        q, k, v = _queries_keys_values(numbers, spec)
+        dt = jax.nn.softplus(decay + p.b_decay)
+        return Terms(_to_values(q, spec), _to_values(k, spec), v * dt[..., None], -jnp.exp(p.log_decay) * dt, None)
+
+    def result(out: jax.Array, inputs: Any) -> jax.Array:
+        out = out + p.skip[:, None] * _queries_keys_values(inputs[0], spec)[2]
+        gated = (out.reshape(-1) * jax.nn.silu(inputs[2])).reshape(spec.num_key_heads, -1)
+        weight = p.delta_norm.astype(jnp.float32).reshape(gated.shape)
+        return rms_norm(gated, weight, spec.eps).reshape(-1)
+
+    return mix_matrices(p, spec, linear, terms, result)
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -147,6 +231,7 @@ def _unit(x: jax.Array) -> jax.Array:
 KINDS: dict[type, Kind] = {
     ShortConvSpec: Kind(short_conv_shapes, short_conv),
     DeltaRuleSpec: Kind(delta_rule_shapes, delta_rule),
+    Mamba2Spec: Kind(mamba2_shapes, mamba2),
 }
 
 

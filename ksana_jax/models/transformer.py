@@ -96,7 +96,7 @@ def run_layers(
                 plain = latent is None
                 projected = operators.queries_keys_values(x, p, spec) if plain else project(x, p, spec, operators)
                 out, state = attend(index, *projected, state)
-                out = out if plain else values(out, p, latent, operators)
+                out = out if plain and not spec.attention.out_gate else values(out, x, p, spec, operators)
             x = operators.after_attention(x, out, p, spec, after)
             x = x if after_layer is None else after_layer(index, x)
     return x, state

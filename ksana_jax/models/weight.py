@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Division = Literal["rows", "kv heads", "vocabulary", "columns", "whole", "once"]
-Start = Literal["normal", "residual", "identity", "zeros"]
+Start = Literal["normal", "residual", "identity", "zeros", "ones"]
 KEY = "weight"  # of a field's metadata
 
 
@@ -25,7 +25,7 @@ class Weight(NamedTuple):
       "whole": all of it.
       "once": all of it, but only one device adds it, to a product that is summed.
     starts: its random initialisation. "normal", "residual": normal numbers, in matrices that write to hidden states
-      scaled down; "identity": as the kind of norm says; "zeros".
+      scaled down; "identity": as the kind of the model's norms says; "zeros"; "ones".
     quantises: `quantization` stores it as codes.
     packs: it is read through `linear` alone, so it may be a `PackedMatrix`; a stack, a stack of `PackedBlocks`.
     joins: field in which `models.joined` stacks the matrix with others, and its bias with theirs.

@@ -54,10 +54,12 @@ def assert_equal(found: list[tuple], expected: list[tuple]) -> None:
         np.testing.assert_allclose(logprobs, others, atol=1e-4, rtol=0)
 
 
-def test_prompts_in_chunks_and_batches_get_the_tokens_of_transformers():
-    llm = LLM(str(CASE.model_dir), **SMALL | {"max_num_batched_tokens": 5})
-    found = served(llm, [prompt.tolist() for prompt in CASE.prompts])
-    assert [tokens for tokens, _ in found] == [tuple(greedy.tolist()) for greedy in CASE.greedy]
+@pytest.mark.parametrize("name", [CASE.name, "qwen3_next-gated-delta-experts", "granitemoehybrid-mamba-experts"])
+def test_prompts_in_chunks_and_batches_get_the_tokens_of_transformers(name):
+    case = golden_case(name)
+    llm = LLM(str(case.model_dir), **SMALL | {"max_num_batched_tokens": 5})
+    found = served(llm, [prompt.tolist() for prompt in case.prompts])
+    assert [tokens for tokens, _ in found] == [tuple(greedy.tolist()) for greedy in case.greedy]
 
 
 def test_a_batch_gets_the_tokens_that_each_prompt_gets_alone():
@@ -81,7 +83,7 @@ def test_cached_prefixes_keep_tokens(settings):
 
 @machine.native_products
 @pytest.mark.cpu("invariant numerics")
-@pytest.mark.parametrize("name", [CASE.name, "olmo_hybrid-delta-tied"])
+@pytest.mark.parametrize("name", [CASE.name, "qwen3_5-gated-delta-tied", "granitemoehybrid-mamba-dense-tied"])
 def test_a_cached_prefix_gives_the_bits_of_a_fresh_run(name):
     folder = str(golden_case(name).model_dir)
     settings = {"numerics": "invariant", "block_size": 16, "max_num_batched_tokens": 20}

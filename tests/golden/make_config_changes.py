@@ -1,6 +1,6 @@
 """Finds the config fields that change what transformers computes: `config_changes.json`.
 
-  python tests/golden/make_config_changes.py      (needs `pip install -e .[parity]`; about a minute on a CPU)
+  python tests/golden/make_config_changes.py [family ...]      (needs `pip install -e .[parity]`; minutes on a CPU)
 
 A golden model of each family is computed again with each field of its config changed, also within objects, one at a
 time. The file has, by family, the whole config and each changed one, as [path, value], whose logits differ or whose
@@ -10,6 +10,7 @@ weights have other shapes. Changes that transformers refuses are left out. trans
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,15 @@ def is_changed(values: dict[str, Any], weights: dict[str, torch.Tensor], wanted:
         return False
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     logging.set_verbosity_error()
-    found: dict[str, Any] = {}
+    file = HERE / "config_changes.json"
+    before = json.loads(file.read_text()) if names else {}
+    found: dict[str, Any] = {name: of_family for name, of_family in before.items() if name not in names}
     for folder in sorted(path.parent for path in HERE.glob("*/config.json")):
         read = json.loads((folder / "config.json").read_text())
         family = read["model_type"]
-        if family in found or "quantization_config" in read:
+        if family in found or (names and family not in names) or "quantization_config" in read:
             continue
         model = load(folder)
         values = {name: value for name, value in model.config.to_dict().items() if name not in APART}
@@ -99,8 +102,8 @@ def main() -> None:
         found[family] = {"config": values, "changes": kept}
         print(f"{family}: {len(kept)} changes of {len({path for path, _ in map(tuple, kept)})} fields")
     rows = [f'"{family}": {json.dumps(of_family)}' for family, of_family in sorted(found.items())]
-    (HERE / "config_changes.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -23,6 +23,9 @@ from golden_configs import CASES, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 HERE = Path(__file__).parent
 LENGTHS = (1, 9, 70)
@@ -72,8 +75,9 @@ def make_case(name: str, folder: Path) -> None:
 
 
 def load(folder: Path):
-    # Its chunk form differs by 1e-4 from its own step form, which is ours.
-    modeling_olmo_hybrid.torch_chunk_gated_delta_rule = modeling_olmo_hybrid.torch_recurrent_gated_delta_rule
+    # Their chunk form differs by 1e-4 from their own step form, which is ours.
+    for module in (modeling_olmo_hybrid, modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe):
+        module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
     # transformers 5.24.0 adds ALiBi twice in Falcon's eager attention.
     attention = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
@@ -85,13 +89,13 @@ def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) ->
     with tempfile.TemporaryDirectory() as scratch:
         model.save_pretrained(scratch)
         saved = load_file(Path(scratch, "model.safetensors"))
-    tensors, is_gemma = {}, model.config.model_type.startswith("gemma")
+    tensors, plus_one = {}, model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     for name, tensor in sorted(saved.items()):
         if name.endswith("bias"):
             values = 0.3 * rng.standard_normal(tensor.shape)
         elif "norm" in name or ".ln_" in name:
-            # Gemma's norms have weights that are added to 1.
-            values = (not is_gemma) + 0.2 * rng.standard_normal(tensor.shape)
+            # The norms of some families have weights that are added to 1, but those of delta rules' results do not.
+            values = (not plus_one or "linear_attn" in name) + 0.2 * rng.standard_normal(tensor.shape)
         else:
             std = 0.5 if any(part in name for part in ("embed", "lm_head", "wte", "wpe", "sinks")) else 0.25
             values = std * rng.standard_normal(tensor.shape)

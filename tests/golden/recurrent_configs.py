@@ -23,7 +23,61 @@ OLMO_HYBRID = BASE | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 4,  # as many channels as keys have: transformers 5.24.0 saves convolutions in equal thirds
 }
+# Fewer heads of queries and keys than of values, a part of a head that is rotated, norms that add 1. The eps bounds how
+# far the norm of a result enlarges rounding, where the sum that it normalises cancels.
+QWEN3_NEXT = BASE | {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "rms_norm_eps": 0.01,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
+QWEN3_5 = QWEN3_NEXT | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+QWEN_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+GRANITE = BASE | {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "rms_norm_eps": 0.01,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+}
 RECURRENT = {
+    "granitemoehybrid-mamba-experts": GRANITE
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "granitemoehybrid-mamba-dense-tied": GRANITE
+    | {
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "mamba_conv_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_next-gated-delta-experts": QWEN3_NEXT | QWEN_EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_5-gated-delta-tied": QWEN3_5 | {"tie_word_embeddings": True},
+    "qwen3_5_moe-gated-delta-experts": without(QWEN3_5, "intermediate_size")
+    | QWEN_EXPERTS
+    | {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]},
     "olmo_hybrid-delta-tied": OLMO_HYBRID
     | {"rope_parameters": None, "linear_allow_neg_eigval": False, "tie_word_embeddings": True},
     "lfm2-gqa-conv-tied": LFM2 | {"tie_word_embeddings": True},

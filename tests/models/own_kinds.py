@@ -14,7 +14,7 @@ import pytest
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec, RopeConfig
-from ksana_jax.core.recurrent import DeltaRuleSpec, ShortConvSpec
+from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.models import params as model_params
 from ksana_jax.models.layers import NORMS, Norm
 from ksana_jax.models.mlp import MLP, MLPS, gated_shapes
@@ -121,7 +121,9 @@ CONFIGS = {
         **{"num_kv_heads": 1, "head_dim": 20, "latent": LatentSpec(12, 8, 6, 10, interleaved=False)},
         rope=RopeConfig(partial_rotary_factor=0.4),
     ),
+    "gated": dataclasses.replace(TINY, out_gate=True, recurrent=DeltaRuleSpec((0,), 2, 4, 8, 4)),
     "delta": dataclasses.replace(TINY, recurrent=DeltaRuleSpec((0,), 2, 4, 8, 4, norm_placement="after")),
+    "mamba": dataclasses.replace(TINY, recurrent=Mamba2Spec((0,), 2, 4, 8, 4)),
     "recurrent": dataclasses.replace(TINY, recurrent=ShortConvSpec((0,), bias=True)),
     "reads": dataclasses.replace(TINY, num_layers=3, kv_layers=(0, 0, 0), qkv_bias=True, qk_norm="head"),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),

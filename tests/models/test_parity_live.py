@@ -11,7 +11,7 @@ from ksana_jax import LLM, PoolingParams
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.core.recurrent import DeltaRuleSpec, ShortConvSpec
+from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.families.mpt import alibi_slopes
@@ -99,6 +99,12 @@ LATENT = dataclasses.replace(
     TINY,
     **{"num_kv_heads": 1, "head_dim": 32, "latent": LatentSpec(24, 8, 8, 10)},
     rope=RopeConfig(partial_rotary_factor=math.nextafter(0.25, 1)),
+)
+GATED = dataclasses.replace(
+    TINY,
+    **{"norm": "rms_plus_one", "qk_norm": "head", "out_gate": True, "norm_eps": 0.01},
+    rope=RopeConfig(partial_rotary_factor=0.5),
+    recurrent=DeltaRuleSpec((0, 2), 2, 4, 8, 6, eps=0.01),
 )
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.7}
 MSCALE = 0.1 * 0.7 * math.log(4) + 1
@@ -222,6 +228,21 @@ EXPORTED = {
         TINY,
         **{"family": "olmo_hybrid", "head_dim": 8, "qk_norm": "projection", "norm_placement": "after"},
         recurrent=DeltaRuleSpec((0, 2), 2, 4, 8, 6, beta_factor=2.0, norm_placement="before"),
+    ),
+    "qwen3_next": dataclasses.replace(
+        GATED,
+        **{"family": "qwen3_next", "mlp": "swiglu_experts"},
+        experts=ExpertsSpec(6, 2, shared_d_ff=24, plain_layers=(0,), plain_d_ff=40),
+    ),
+    "qwen3_5": dataclasses.replace(GATED, family="qwen3_5_text", tie_embeddings=True),
+    "qwen3_5_moe": dataclasses.replace(
+        GATED, family="qwen3_5_moe_text", mlp="swiglu_experts", experts=ExpertsSpec(6, 2, shared_d_ff=24)
+    ),
+    "granitemoehybrid": dataclasses.replace(
+        TINY,
+        **EXPERTS | {"experts": ExpertsSpec(6, 2, shared_d_ff=24, shared_gate=False), "norm_eps": 0.01},
+        **{"family": "granitemoehybrid", "head_dim": 8, "rope": NO_ROPE, "logit_scale": 0.25},
+        recurrent=Mamba2Spec((0, 2), 2, 8, 6, 8, bias=False, eps=0.01),
     ),
     "lfm2": dataclasses.replace(
         TINY, family="lfm2", head_dim=8, qk_norm="head", recurrent=ShortConvSpec((0, 2), 4, bias=True)

@@ -31,9 +31,13 @@ NAMES = ("everything", "after", "parallel", "experts", "clamped", "latent", "den
 
 
 def test_the_models_of_these_tests_have_every_weight():
-    shapes = [param_shapes(CONFIGS[name]) for name in (*NAMES, "recurrent", "delta")]
+    shapes = [param_shapes(CONFIGS[name]) for name in (*NAMES, "recurrent", "delta", "mamba")]
     found = {name for s in shapes for name in (*weights_of(s.layers[0]), *weights_of(s))}
     assert found | JOINED == weight_fields().keys()
+
+
+def test_gates_and_latents_are_refused_together():
+    assert "out_gate does not go with latents" in dataclasses.replace(CONFIGS["latent"], out_gate=True).problems()
 
 
 def test_every_weight_has_a_name_in_some_family():

@@ -9,7 +9,7 @@ import pytest
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
-from ksana_jax.core.recurrent import DeltaRuleSpec, ShortConvSpec
+from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
 from ksana_jax.models.families.mpt import alibi_slopes
 from tests.models.hf_configs import ROPES
@@ -28,6 +28,14 @@ GEMMA_SHAPE = {
 COHERE: Any = {"norm": "layer_no_bias", "norm_placement": "parallel_shared", "logit_scale": 0.25}
 NEOX = {"norm": "layer", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 EXPERTS = {"num_layers": 2, "mlp": "swiglu_experts", "experts": ExpertsSpec(8, 2)}
+GATED: Any = {"num_layers": 3, "norm": "rms_plus_one", "qk_norm": "head", "out_gate": True}
+GATED |= {"rope": RopeConfig(partial_rotary_factor=0.25), "recurrent": DeltaRuleSpec((0, 2), 2, 4, 8, 6, 3, eps=1e-5)}
+MAMBA: Any = {
+    "family": "granitemoehybrid",
+    "num_layers": 3,
+    "attention_scale": 0.0156,
+    "recurrent": Mamba2Spec((0, 2), 2, 16, 8, 64, 3, False),
+}
 OSS: Any = {"family": "gpt_oss", "sinks": "learned", "mlp_bias": True, "num_layers": 2}
 OSS |= {"mlp": "clamped_swiglu_experts", "experts": ExpertsSpec(8, 2, sigmoid_factor=1.3, limit=3.0)}
 MOSAIC: Any = {"family": "mpt", "norm": "layer_no_bias", "mlp": "gelu", "rope": NO_ROPE, "alibi": alibi_slopes(8)}
@@ -163,6 +171,14 @@ WRITABLE = [
         qk_norm="projection",
         recurrent=DeltaRuleSpec((0, 2), 2, 4, 8, 6, 3, 2.0, norm_placement="before"),
     ),
+    ModelConfig(**GATED, family="qwen3_5_text", tie_embeddings=True),
+    ModelConfig(**EXPERTS | GATED | {"experts": ExpertsSpec(4, 2, True, 64)}, family="qwen3_5_moe_text"),
+    ModelConfig(
+        **EXPERTS | GATED | {"experts": ExpertsSpec(4, 2, False, 64, plain_layers=(1,), plain_d_ff=40)},
+        family="qwen3_next",
+    ),
+    ModelConfig(**MAMBA, rope=NO_ROPE, tie_embeddings=True, embed_scale=12.0, residual_scale=0.22),
+    ModelConfig(**EXPERTS | {"experts": ExpertsSpec(8, 2, shared_d_ff=64, shared_gate=False)} | MAMBA),
     ModelConfig(family="lfm2", num_layers=3, recurrent=ShortConvSpec((0, 2), 4, bias=True), qk_norm="head"),
 ]
 

@@ -24,6 +24,7 @@ from ksana_jax.models.families.gpt_neox import GPT_NEOX
 from ksana_jax.models.families.gpt_oss import GPT_OSS
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.granitemoe import GRANITEMOE
+from ksana_jax.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from ksana_jax.models.families.lfm2 import LFM2
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_cla import LLAMA_CLA
@@ -42,7 +43,9 @@ from ksana_jax.models.families.phi3 import PHI3
 from ksana_jax.models.families.qwen2 import QWEN2
 from ksana_jax.models.families.qwen2_moe import QWEN2_MOE
 from ksana_jax.models.families.qwen3 import QWEN3
+from ksana_jax.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from ksana_jax.models.families.qwen3_moe import QWEN3_MOE
+from ksana_jax.models.families.qwen3_next import QWEN3_NEXT
 from ksana_jax.models.families.smollm3 import SMOLLM3
 from ksana_jax.models.families.stablelm import STABLELM
 from ksana_jax.models.families.youtu import YOUTU
@@ -88,11 +91,17 @@ FAMILIES: dict[str, Family] = {
         MINICPM3,
         LFM2,
         OLMO_HYBRID,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        GRANITEMOEHYBRID,
     )
 }
 
 # Names of the same configs and weights, by which config.json tells engines apart.
-SAME = {"kimi_k2": "deepseek_v3"}
+SAME = {"kimi_k2": "deepseek_v3"} | {f.whole: f.model_type for f in FAMILIES.values() if f.whole is not None}
+# Fields that count where the config of a whole model has them, not those of its `text_config`.
+OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 
 
 def family_of(values: Mapping[str, Any], source: str = "config.json") -> Family:
@@ -131,7 +140,10 @@ def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> Mo
     Raises:
       ConfigError: fields are invalid or unsupported; one line names the source and all of them.
     """
-    return read_config(family_of(values, source), values, source)
+    family, text = family_of(values, source), values.get("text_config")
+    if family.whole is not None and isinstance(text, Mapping):
+        values = {**text, **{name: values[name] for name in OF_WHOLE if values.get(name) is not None}}
+    return read_config(family, values, source)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:

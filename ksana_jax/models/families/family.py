@@ -53,8 +53,8 @@ class View(NamedTuple):
     tensor: Hugging Face name. Its rows are groups, all of the same form: rows of each field, one after the other. Of
       experts, it is a stack of such matrices.
     fields: of LayerParams, such as w_q, w_k and w_v of a fused projection; empty where it has this weight alone.
-    groups: field of ModelConfig that counts the groups, such as "num_heads" if each head has its q, k and v together;
-      None for a single group.
+    groups: field of ModelConfig that counts the groups, such as "num_heads" if each head has its q, k and v together,
+      or "recurrent.num_key_heads"; None for a single group.
     transposed: True if it is stored as [in, out].
     """
 
@@ -99,6 +99,7 @@ class Family:
       write_rope: returns the ropes as config fields.
       rotates_neighbours: True if the rotation pairs 2 i with 2 i + 1 of a head, not i with i + dims/2. Loading reorders
         rows of queries and keys, see `models.frequencies.row_order`.
+      whole: `model_type` of configs that have this model's as `text_config`, for models that also read images.
       example: fields that every config of it has beyond sizes, with any valid value.
 
     A family that may rotate a part of each head has a default for `partial_rotary_factor`.
@@ -123,6 +124,7 @@ class Family:
     read_rope: Callable[[Fields, int], RopeConfig | tuple[RopeConfig, ...]] = read_rope
     write_rope: Callable[[ModelConfig], dict[str, Any]] = write_rope
     rotates_neighbours: bool = False
+    whole: str | None = None
     example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def name(

@@ -18,9 +18,13 @@ RANGE = (1e-6, 1e6)
 
 
 def read(fields: Fields) -> dict[str, Any]:
+    return llama.read(fields) | read_factors(fields)
+
+
+def read_factors(fields: Fields) -> dict[str, Any]:
     found = {ours: fields.number(name, fields.get(name), *RANGE) for name, ours in MULTIPLIERS.items()}
     scaling = fields.number("logits_scaling", fields.get("logits_scaling"), *RANGE)
-    return llama.read(fields) | found | {"logit_scale": 1 / scaling}
+    return found | {"logit_scale": 1 / scaling}
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
-from ksana_jax.core.recurrent import DeltaRuleSpec
 from ksana_jax.models.families import olmo2
+from ksana_jax.models.families.delta_rule import KINDS, read_layers, write_layers
 from ksana_jax.models.families.family import Family
-from ksana_jax.models.families.fields import MAX_HEADS, MAX_LAYERS, Fields
+from ksana_jax.models.families.fields import MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, write_rope
 
 DELTA_NAMES = {
@@ -30,35 +30,15 @@ DELTA_NAMES = {
     "delta_norm": "linear_attn.o_norm.weight",
     "w_o": "linear_attn.o_proj.weight",
 }
-KINDS = ("linear_attention", "full_attention")
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    return olmo2.read_norms(fields) | {"recurrent": read_layers(fields)}
-
-
-def read_layers(fields: Fields) -> DeltaRuleSpec | None:
-    """Returns the layers with delta rules: `layer_types`, or all but each fourth."""
     num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        kinds = [KINDS[layer % 4 == 3] for layer in range(num_layers)]
-        kinds[-1] = kinds[-1] if KINDS[1] in kinds else KINDS[1]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in KINDS for kind in kinds):
-        fields.problem("layer_types", kinds, f"must list {' or '.join(KINDS)} for each of {num_layers} layers")
-        return None
-    sizes = [fields.integer(f"linear_num_{kind}_heads", most=MAX_HEADS) for kind in ("key", "value")]
-    if sizes[1] % max(sizes[0], 1):
-        fields.problem("linear_num_value_heads", sizes[1], f"must be a multiple of linear_num_key_heads {sizes[0]}")
-        return None
-    sizes += [fields.integer(f"linear_{kind}_head_dim") for kind in ("key", "value")]
-    return DeltaRuleSpec(
-        tuple(layer for layer, kind in enumerate(kinds) if kind == KINDS[0]),
-        *sizes,
-        kernel=fields.integer("linear_conv_kernel_dim", most=64),
-        beta_factor=2.0 if fields.flag("linear_allow_neg_eigval") else 1.0,
-        norm_placement="before",
-    )
+    kinds = [KINDS[layer % 4 == 3] for layer in range(num_layers)]
+    kinds[-1] = kinds[-1] if KINDS[1] in kinds else KINDS[1]
+    factor = 2.0 if fields.flag("linear_allow_neg_eigval") else 1.0
+    layers = read_layers(fields, kinds, beta_factor=factor, norm_placement="before")
+    return olmo2.read_norms(fields) | {"recurrent": layers}
 
 
 def read_ropes(fields: Fields, max_position: int) -> RopeConfig:
@@ -69,18 +49,8 @@ def read_ropes(fields: Fields, max_position: int) -> RopeConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    spec = config.recurrent
-    if not isinstance(spec, DeltaRuleSpec):
-        return olmo2.write(config)
-    return olmo2.write(config) | {
-        "layer_types": [KINDS[layer not in spec.layers] for layer in range(config.num_layers)],
-        "linear_num_key_heads": spec.num_key_heads,
-        "linear_num_value_heads": spec.num_value_heads,
-        "linear_key_head_dim": spec.key_dim,
-        "linear_value_head_dim": spec.value_dim,
-        "linear_conv_kernel_dim": spec.kernel,
-        "linear_allow_neg_eigval": spec.beta_factor == 2,
-    }
+    factor = getattr(config.recurrent, "beta_factor", 1.0)
+    return olmo2.write(config) | write_layers(config) | {"linear_allow_neg_eigval": factor == 2}
 
 
 def write_ropes(config: ModelConfig) -> dict[str, Any]:

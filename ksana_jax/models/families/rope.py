@@ -47,6 +47,8 @@ KNOWN = {
     "long_factor",
     "short_factor",
     "partial_rotary_factor",
+    "mrope_section",  # of images: a text has the same position in each section
+    "mrope_interleaved",
     "finetuned",  # only states that the scaled model was trained further
 }
 

@@ -1,0 +1,56 @@
+"""The recurrence of layers with a matrix per head against its equations in float64, for texts of any lengths."""
+
+import jax
+import numpy as np
+import pytest
+
+from ksana_jax.models.recurrent import Terms, token_by_token
+
+HEADS, KEYS, VALUES = 3, 5, 4
+FAR = 2**30
+# Lengths of the texts of a step; 0 is a text that the step does not have.
+LENGTHS = {"one": (53,), "several": (1, 16, 0, 33, 15, 0)}
+
+
+def definition(matrices, texts, terms, delta):
+    """One token after the other in float64; also a text's state after it."""
+    states, rows = matrices.astype(np.float64), []
+    for n, text in enumerate(texts):
+        q, k, v, g, beta = (np.float64(x[n]) for x in terms)
+        for h in range(HEADS):
+            state = np.exp(g[h]) * states[text, h]
+            u = beta[h] * (v[h] - state.T @ k[h]) if delta else v[h]
+            states[text, h] = state + np.outer(k[h], u)
+        rows.append([states[text, h].T @ q[h] for h in range(HEADS)])
+    return np.array(rows), states
+
+
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_tokens_one_by_one_are_the_definition(delta, name):
+    rng, lengths, padding = np.random.default_rng(4), LENGTHS[name], 7
+    texts = np.repeat(np.arange(len(lengths)), lengths)
+    num = len(texts)
+
+    def normal(*shape):
+        return rng.standard_normal((num + padding, *shape)).astype(np.float32)
+
+    k = normal(HEADS, KEYS)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    # Decays from nearly none to one after which nothing is left, whose inverse would overflow.
+    g = -np.exp(rng.uniform(-6, 5, (num + padding, HEADS))).astype(np.float32)
+    terms = Terms(normal(HEADS, KEYS), k, normal(HEADS, VALUES), g, 2 / (1 + np.exp(-normal(HEADS))))
+    matrices = rng.standard_normal((len(lengths), HEADS, KEYS, VALUES)).astype(np.float32)
+    text = jax.numpy.asarray(np.pad(texts, (0, padding), constant_values=FAR))
+
+    def run(matrices, inputs):
+        return token_by_token(
+            matrices, text, inputs, lambda x: x if delta else x._replace(beta=None), lambda out, _: out
+        )
+
+    rows, states = jax.jit(run)(matrices, jax.tree.map(jax.numpy.asarray, terms))
+    expected, after = definition(matrices, texts, terms, delta)
+    np.testing.assert_allclose(rows[:num], expected, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(states, after, atol=2e-5, rtol=0)
+    absent = [text for text, length in enumerate(lengths) if not length]
+    np.testing.assert_array_equal(np.asarray(states)[absent], matrices[absent])
