@@ -4,12 +4,13 @@ with the text of each row that reads it."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
-from ksana_jax.kv.state_layout import StateLeaf as Leaf
+from ksana_jax.kv.leaf import Leaf
 from ksana_jax.kv.moves import Moves
 from ksana_jax.kv.state_layout import StateLayout
 from ksana_jax.methods.state_snapshots.every import Every
@@ -31,12 +32,11 @@ def state_after(state: int, tokens: Sequence[int]) -> int:
 class StateExecutor(FakeExecutor):
     """A `FakeExecutor` with slots for states, of which `reads` records what each step has read."""
 
-    slots = host_states = np.zeros(0, np.uint64)
-
-    def allocate_states(self, num_slots: int, num_host: int) -> None:
+    def __init__(self, num_slots: int, num_host: int, *given, **settings):
         self.slots, self.host_states = np.zeros(num_slots, np.uint64), np.zeros((num_host, 1), np.uint64)
         self.rows: dict[int, list[tuple[Text, int]]] = {}
         self.reads: list[tuple[Text, int, int]] = []
+        super().__init__(*given, **settings)
 
     def reset(self) -> None:
         super().reset()
@@ -57,7 +57,7 @@ class StateExecutor(FakeExecutor):
 
     def move(self, moves: Moves) -> None:
         super().move(moves)
-        if (of_states := getattr(moves, "states", None)) is not None:
+        if (of_states := moves.states) is not None:
             self.host_states[of_states.saves[:, 1], 0] = self.slots[of_states.saves[:, 0]]
             assert not len(of_states.copies)
             self.slots[of_states.loads[:, 1]] = self.host_states[of_states.loads[:, 0], 0]
@@ -85,13 +85,14 @@ class StateSimulation(Simulation):
         rng, rows = self.rng, self.settings["max_num_seqs"]
         self.policy = rng.choice([PromptEnd(), Every(blocks=1), Every(blocks=rng.randint(1, 4)), None])
         self.num_slots = rows * (1 + self.settings["caching"]) + rng.choice([0, 1, 2, 8, 60])
-        self.settings["make_executor"] = StateExecutor
+        num_host = rng.choice([0, 1, 3, 30]) if self.settings["host_slots"] else 0
+        self.settings["make_executor"] = functools.partial(StateExecutor, self.num_slots, num_host)
+        self.settings["disk_states"] = self.disk  # keys of states are those of no block
 
     def start(self) -> None:
         super().start()
         scheduler, executor = self.engine.scheduler, self.engine.executor
         layout = StateLayout((), (Leaf("state", (), "uint64"),), self.num_slots)
-        executor.allocate_states(self.num_slots, 0)
         scheduler.state_snapshots = self.policy
         scheduler.set_layout(dataclasses.replace(scheduler.layout, states=layout))
         builder = self.engine.builder
@@ -104,7 +105,11 @@ class StateSimulation(Simulation):
         executor, tier = self.engine.executor, self.engine.memory.states
         executor.reads = [read for read in executor.reads if not self._is_right(*read)]
         free = (tier.pool.ref_count == 0) & ~tier.pool.kept
+        for saves in tier.moves.all_saves:
+            free[list(saves.values())] = False
         executor.slots[free] = executor._noise()
+        if tier.host is not None:
+            executor.host_states[(tier.host.pool.ref_count == 0) & ~tier.host.pool.kept] = executor._noise()
 
     def _is_right(self, seq: Text, count: int, state: int) -> bool:
         """Checks a state that was read; False as long as not all tokens before it are known."""
@@ -118,9 +123,11 @@ class StateSimulation(Simulation):
 
     def count(self, event: str) -> None:
         super().count(event)
-        self.seen["states replaced"] += self.engine.memory.counters.replaced_states
+        own = self.engine.memory.states.own_counters
+        self.seen.update({f"states {name}": count for name, count in dataclasses.asdict(own).items()})
 
     def finish(self) -> None:
         super().finish()
-        assert self.engine.memory.states.pool.num_used == 0
+        tier = self.engine.memory.states
+        assert tier.pool.num_used == 0 and (tier.host is None or tier.host.pool.num_used == 0)
         assert not self.engine.executor.reads

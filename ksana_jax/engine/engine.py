@@ -269,7 +269,8 @@ class Engine(IdleChanges):
         scope = self.memory.index.scope.seen_through(patterns)
         if self.asleep is None:
             self.executor.reset()
-        self.scheduler.reset(self.scheduler.layout.with_patterns(patterns), scope, self.executor.host_blocks)
+        host = self.executor.host_blocks, self.executor.host_states
+        self.scheduler.reset(self.scheduler.layout.with_patterns(patterns), scope, *host)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         for seq in (*request.sequences, *(c.seq for c in request.completions)):

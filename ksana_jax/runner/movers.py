@@ -57,8 +57,10 @@ class BlockMover:
     ):
         self._placement, self._pool_layout = placement, placement.pool_layout(layout)
         self._layout, self._num_blocks, self._num_slots = placement.host_layout(layout), num_blocks, num_slots
-        here = self._pool_layout.num_kv_heads * placement.num_local // placement.num_devices
-        self._repeats = here // self._layout.num_kv_heads
+        self._repeats = 1
+        if placement.num_devices > 1:
+            here = self._pool_layout.num_kv_heads * placement.num_local // placement.num_devices
+            self._repeats = here // self._layout.num_kv_heads
         self.reset()
         self._pool = jax.eval_shape(functools.partial(make_cache, self._pool_layout, num_blocks))
         self._compiled: dict[Any, Callable] = {}
@@ -150,7 +152,8 @@ class BlockMover:
         for slots, data in saved:
             for name, leaf in data.leaves.items():
                 heads = self._placement.to_host(leaf)
-                host[name][slots] = heads[: len(slots), :, :, :: self._repeats]
+                heads = heads if self._repeats == 1 else heads[:, :, :, :: self._repeats]
+                host[name][slots] = heads[: len(slots)]
 
     def _load(self, cache: KVCache, loads: np.ndarray, host: dict[str, np.ndarray]) -> KVCache:
         """Returns the pool with blocks of the host, given pairs [n, 2] of slots and device blocks."""

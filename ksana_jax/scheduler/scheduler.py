@@ -80,9 +80,9 @@ class Scheduler:
         self._unsettled: list[ScheduledBatch] = []  # steps that are scheduled
         self.set_layout(layout, scope)
 
-    def reset(self, layout: KVLayout, scope: Scope, host_data: np.ndarray | None) -> None:
+    def reset(self, layout: KVLayout, scope: Scope, *host: np.ndarray | None) -> None:
         """Drops all sequences and blocks after a failure that may have left them inconsistent; see `KVMemory.reset`."""
-        self.memory.reset(host_data)
+        self.memory.reset(*host)
         if self.speculation is not None:
             self.speculation.end_all(self.rows)
         self._make_books(layout, scope)
@@ -308,7 +308,7 @@ class Scheduler:
         if self.states is not None:
             self.states.index()
         if self.queue.leaders:
-            fork_prompts(self.queue, self.row_blocks, self.eviction, sampled)
+            fork_prompts(self.queue, self.row_blocks, self.eviction, self.states, sampled)
         if self.row_blocks.windowed:
             return_invisible(self.row_blocks, rows)
         batch.live_blocks = self.blocks.num_used - self.row_blocks.num_ahead
@@ -372,6 +372,6 @@ class Scheduler:
         owned = [self.rows.block_ids(row) for row in order] + [kv.shared.ids for kv in waiting if kv.shared]
         check_memory(self.memory, owned, [kv.swapped.ids for kv in waiting if kv.swapped])
         if self.states is not None:
-            self.states.check()
+            self.states.check(waiting)
         self.running.check(self.rows.alive)
         check_row_blocks(self.row_blocks, self.layout, self.blocks, order)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_cache import Hit
@@ -78,6 +79,11 @@ class WaitingQueue:
         if kv.swapped is not None:
             assert self._memory.swap is not None
             self._memory.swap.discard(kv.swapped.ids)
+        if (states := self._memory.states) is not None and kv.held is not None and kv.held.state != FAR:
+            if kv.shared is not None:
+                states.give_back(kv.shared.state)
+            elif states.swap is not None:
+                states.swap.discard(np.array([kv.held.state], np.int32))
         kv.shared = kv.swapped = None
         kv.num_indexed = 0
         kv.nodes.clear()
@@ -182,7 +188,7 @@ class Admission:
         # A preempted one starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else budget.most(left)
         allocated = held.allocated_until(size) if held else hit.allocated_until(size) if hit else 0
-        num_groups = len(self.layout.groups)
+        num_groups, states = len(self.layout.groups), self.states
 
         def first_blocks() -> int:
             """Returns the number of blocks that the first token needs."""
@@ -191,11 +197,13 @@ class Admission:
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork continues with its parent's blocks: it waits for no reserve.
         room = self.memory.blocks.num_available - (0 if kv.shared else reserve)
-        if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room:
+        has_slots = states is None or states.fits(hit)
+        fits = first_blocks() + more <= room
+        if has_slots and (fits or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room):
             return True
         if not alone:
             return False
-        while first_blocks() > self.memory.blocks.num_available:
+        while first_blocks() > self.memory.blocks.num_available or not (states is None or states.fits(hit)):
             if not self.queue.reclaim_shared(seq):
                 return False
         return True
@@ -228,6 +236,8 @@ class Admission:
         elif kv.swapped:
             assert self.memory.swap is not None
             held = kv.swapped._replace(ids=self.memory.swap.move_in(kv.swapped.ids))
+            if self.memory.states is not None:
+                held = held._replace(state=self.memory.states.swap_in(held.state))
         elif kv.shared:
             held = kv.shared
         else:
@@ -242,5 +252,5 @@ class Admission:
         if self.eviction is not None and self.eviction.snapshots is not None:
             self.eviction.snapshots.plan(row)
         if self.states is not None:
-            self.states.place(row, hit.state if hit else None)
+            self.states.place(row, held.state)
         return row
