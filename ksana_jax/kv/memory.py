@@ -147,6 +147,8 @@ class KVMemory:
 
     def take_moves(self) -> Moves | None:
         """Returns the copies that the executor must make before it computes; None without any."""
+        for _, host, _ in self._tiers:
+            host.moves_taken()
         of_states = self.states is not None and self.states.moves.any
         if not (self.moves.any or of_states):
             return None
