@@ -98,7 +98,7 @@ def num_state_slots(config: EngineConfig) -> int:
     caching, rows = config.enable_prefix_caching, config.max_num_seqs
     least = 2 * rows if caching else rows
     if (given := read_state_snapshots(config.state_snapshots).num_slots) is None:
-        return 3 * rows if caching else rows
+        return 3 * rows if caching else 2 * rows  # forks and beams share states with their parents
     if given < least:
         each = "two for each row with a prefix cache" if caching else "one for each row"
         raise ConfigError(f"state_snapshots has num_slots {given}, max_num_seqs {rows} needs {least}, {each}")
