@@ -89,6 +89,9 @@ class StateSimulation(Simulation):
         self.settings["make_executor"] = functools.partial(StateExecutor, self.num_slots, num_host)
         self.settings["disk_states"] = self.disk  # keys of states are those of no block
 
+    def drawn(self) -> set[str]:
+        return super().drawn() | {"recurrent layers"}
+
     def start(self) -> None:
         super().start()
         scheduler, executor = self.engine.scheduler, self.engine.executor
