@@ -246,6 +246,7 @@ class Engine(IdleChanges):
                 metrics.first_token_s = now
                 metrics.num_cached_tokens = seq.kv.num_cached_tokens or 0
                 metrics.prefix_report = seq.kv.prefix_report
+                metrics.num_cached_keys, metrics.num_cached_states = seq.kv.reach or (None, None)
                 found.append(seq.owner)
         return found
 

@@ -272,6 +272,8 @@ class PrefixCache:
         ]
         if state.num_cached_tokens is None:
             state.num_cached_tokens = hit.num_tokens
+            if self._states is not None:
+                state.reach = hit.num_keys, hit.num_states
             self._count(len(token_ids), hit, origins)
             if self.reporter is not None:
                 state.prefix_report = self.reporter.explain(state, token_ids, hit, origins)
@@ -298,6 +300,7 @@ class PrefixCache:
         c.queried_tokens += num_tokens
         c.hit_tokens += hit.num_tokens
         c.key_tokens += max(hit.num_tokens, hit.num_keys)
+        c.state_tokens += hit.num_states
         c.hits_device += origins.count(Origin.HIT_DEVICE)
         c.hits_host += origins.count(Origin.HIT_HOST)
         c.hits_disk += origins.count(Origin.HIT_DISK)

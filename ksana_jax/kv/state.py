@@ -82,6 +82,7 @@ class KVState:
       cacheable: True if more blocks may be added to the prefix index. has_read: True once it has looked for blocks on
         disk. read: the blocks that it has read from there.
       num_cached_tokens: tokens that it reused when it first ran; prefix_report: why no more. None before that.
+      reach: with recurrent layers, how many tokens' keys and values were cached then, and after how many the last state.
     """
 
     salt: str = ""
@@ -97,6 +98,7 @@ class KVState:
     has_read: bool = False
     read: set[Node] = dataclasses.field(default_factory=set)
     num_cached_tokens: int | None = None
+    reach: tuple[int, int] | None = None
     prefix_report: PrefixReport | None = None
 
     @property

@@ -158,6 +158,9 @@ def test_a_report_tells_how_far_keys_and_how_far_states_reach(caching):
     report = output.prefix_report
     assert (report.cause, report.num_cached, report.num_known, report.num_states) == ("state", 0, 28, 0)
     assert "keys and values of 28 are cached" in str(report)
+    assert (output.metrics.num_cached_keys, output.metrics.num_cached_states) == (28, 0)
+    [output] = caching.generate([text[:41]], GREEDY, use_tqdm=False)
+    assert (output.num_cached_tokens, output.metrics.num_cached_keys, output.metrics.num_cached_states) == (40, 40, 40)
 
 
 def test_activations_of_recurrent_layers_are_refused(caching):
