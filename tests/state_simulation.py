@@ -94,7 +94,7 @@ class StateSimulation(Simulation):
 
     def start(self) -> None:
         super().start()
-        scheduler, executor = self.engine.scheduler, self.engine.executor
+        scheduler = self.engine.scheduler
         layout = StateLayout((), (Leaf("state", (), "uint64"),), self.num_slots)
         scheduler.state_snapshots = self.policy
         scheduler.set_layout(dataclasses.replace(scheduler.layout, states=layout))

@@ -57,8 +57,8 @@ class RequestMetrics:
     tokens taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows obtained, {"computed": 3, ...},
     see `kv.state.Origin`; blocks computed by a running row are added when it leaves. num_drafts, num_draft_tokens,
     num_accepted_tokens: drafts of its rows, their tokens, and those accepted; added when a row leaves.
-    prefix_report: see `RequestOutput`. num_cached_keys, num_cached_states: with recurrent layers, prompt tokens whose keys
-    and values were in the prefix cache, and prompt tokens up to its last state; None without.
+    prefix_report: see `RequestOutput`. num_cached_keys, num_cached_states: with recurrent layers, prompt tokens whose
+    keys and values were in the prefix cache, and prompt tokens up to its last state; None without.
     """
 
     arrival_s: float

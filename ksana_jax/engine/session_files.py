@@ -181,12 +181,13 @@ def _session(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layout
 def _bytes_of(layout: KVLayout, prefix: str, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns blocks [n, block_bytes] from a file's tensors of their leaves."""
     count = len(tensors[prefix + layout.leaves[0].name])
-    blocks = np.empty((count, layout.block_bytes), np.uint8)
-    for leaf, values in zip(layout.leaves, layout.split(blocks).values(), strict=True):
+    for leaf in layout.leaves:
         found, dtype = tensors[prefix + leaf.name], BITS.get(leaf.dtype, leaf.dtype)
         if found.shape != (count, *leaf.shape) or found.dtype.name != dtype:
             raise ValueError(f"{leaf.name} is {found.dtype}{list(found.shape)}, the layout has {leaf} for each block")
-        values[:] = found.view(leaf.dtype)
+    blocks = np.empty((count, layout.block_bytes), np.uint8)
+    for leaf, values in zip(layout.leaves, layout.split(blocks).values(), strict=True):
+        values[:] = tensors[prefix + leaf.name].view(leaf.dtype)
     return blocks
 
 

@@ -141,7 +141,9 @@ class DiskReads:
                     break
                 if depth in wanted:
                     node.num_pins += 1  # first, because making room may drop the node from the index
-                    assert host is not None and disk is not None and (slot := host.take_slot()) is not None
+                    assert host is not None and disk is not None
+                    slot = host.take_slot()
+                    assert slot is not None
                     facts = BlockFacts(link.key, parent.key, link.tokens, depth * index.block_size)
                     reserved.reads.append(Read(node, host, slot, disk.read(link.key, facts, host.data[slot])))
                 parent = node

@@ -37,8 +37,8 @@ _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
 
 class HeldBlocks(NamedTuple):
     """Blocks of one sequence: their ids, the cache positions where they begin, their groups of layers, the number
-    of its computed tokens, the `Origin` of each block or all, the evicted tokens of each group [Gk] or all, and the slot
-    of the state of recurrent layers after the computed tokens; FAR for none."""
+    of its computed tokens, the `Origin` of each block or all, the evicted tokens of each group [Gk] or all, and the
+    slot of the state of recurrent layers after the computed tokens; FAR for none."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -82,7 +82,7 @@ class KVState:
       cacheable: True if more blocks may be added to the prefix index. has_read: True once it has looked for blocks on
         disk. read: the blocks that it has read from there.
       num_cached_tokens: tokens that it reused when it first ran; prefix_report: why no more. None before that.
-      reach: with recurrent layers, how many tokens' keys and values were cached then, and after how many the last state.
+      reach: with recurrent layers, how many tokens' keys and values were cached, and after how many the last state.
     """
 
     salt: str = ""

@@ -44,7 +44,6 @@ def state_layout(model: ModelConfig, dtype: str, num_slots: int) -> StateLayout 
     if (spec := model.recurrent) is None:
         return None
     leaves = [
-        Leaf(name, (len(spec.layers), *shape), own or dtype)
-        for name, (shape, own) in spec.state(model.d_model).items()
+        Leaf(name, (len(spec.layers), *shape), own or dtype) for name, (shape, own) in spec.state(model.d_model).items()
     ]
     return StateLayout(spec.layers, tuple(leaves), num_slots)

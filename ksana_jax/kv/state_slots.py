@@ -136,4 +136,3 @@ class StateSlots(DeviceTier):
     def _replace_one(self) -> None:
         self._snapshots.replaced_states += 1
         super()._replace_one()
-

@@ -79,8 +79,8 @@ class RowStates:
         r.snapshot_at[row] = min(self._cache_at[row], last if seq.forks and r.num_computed[row] < last else FAR)
 
     def share(self, row: int, num_tokens: int) -> int | None:
-        """Adds an owner to the state after a row's first tokens, to which the row then writes no more: after all that it
-        has computed, or all but the last of a prompt that others wait for.
+        """Adds an owner to a row's state after some tokens, to which the row then writes no more: all that it has
+        computed, or all but the last of a prompt for which others wait.
 
         Returns:
           The slot, FAR for no tokens; None if that state is gone, or no other slot is left for the row.

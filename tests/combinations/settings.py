@@ -275,7 +275,18 @@ class Engines:
         kind = Buckets if config.num_scheduler_steps > 1 or config.speculative_config else OneShape
         groups = tuple(group.layers for group in layout.groups)
         programs = self._programs[
-            repr((num_layers, kv_layers, layout.states, layout.leaves, groups, config.kv_dtype, config.kv_eviction, _compiled(config)))
+            repr(
+                (
+                    num_layers,
+                    kv_layers,
+                    layout.states,
+                    layout.leaves,
+                    groups,
+                    config.kv_dtype,
+                    config.kv_eviction,
+                    _compiled(config),
+                )
+            )
         ]
         return LLM.around(
             build_engine(

@@ -136,7 +136,9 @@ def test_completions_of_one_prompt_share_its_state():
     for prompt, expected in zip(PROMPTS, alone(), strict=True):
         [output] = engine().generate([prompt], params, use_tqdm=False)
         assert [tuple(one.token_ids) for one in output.outputs] == 3 * [expected[0]]
-        assert output.metrics.num_blocks_by_origin["shared"] == 2 * -(-(len(prompt) - 1) // 4)  # nothing is computed twice
+        assert output.metrics.num_blocks_by_origin["shared"] == 2 * -(
+            -(len(prompt) - 1) // 4
+        )  # nothing is computed twice
 
 
 def test_beams_share_states():
@@ -147,7 +149,9 @@ def test_beams_share_states():
         found, expected = (llm.generate(PROMPTS[:4], params, use_tqdm=False) for llm in (engine(**settings), again))
         for one, other in zip(found, expected, strict=True):
             assert [beam.token_ids for beam in one.outputs] == [beam.token_ids for beam in other.outputs]
-            np.testing.assert_allclose(*([beam.cumulative_logprob for beam in o.outputs] for o in (one, other)), atol=1e-4)
+            np.testing.assert_allclose(
+                *([beam.cumulative_logprob for beam in o.outputs] for o in (one, other)), atol=1e-4
+            )
             assert one.metrics.num_blocks_by_origin["shared"] and "shared" not in other.metrics.num_blocks_by_origin
 
 
