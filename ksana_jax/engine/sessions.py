@@ -149,12 +149,12 @@ def _copied(engine: Engine, request: RequestOutput | str) -> Session | None:
 def _read(engine: Engine, nodes: list[Node], of_states: bool = False) -> np.ndarray:
     """Returns the bytes of cached blocks, or states, wherever they are stored: [n, block_bytes]."""
     memory, runner = engine.memory, cast(Runner, engine.executor)
-    host, mover, cache = memory.host, runner.mover, runner.cache
-    if of_states and memory.states is not None and runner.state_mover is not None:
-        host, mover, cache = memory.states.host, runner.state_mover, cache.of_states
+    host, read_device = memory.host, runner.mover.read
+    if of_states and memory.states is not None:
+        host, read_device = memory.states.host, runner.mover.read_states
     on_device, on_host = (np.array([node.at[tier] for node in nodes], np.int32) for tier in (DEVICE, HOST))
     here = on_device >= 0
-    read = mover.read(cache, on_device[here])
+    read = read_device(runner.cache, on_device[here])
     blocks = np.empty((len(nodes), read.shape[1]), np.uint8)
     blocks[here] = read
     if host is not None:
@@ -201,9 +201,8 @@ def _restore(engine: Engine, session: Session, folder: Path) -> None:
     ids, slot = device.allocate(count), None if states is None else states.take()
     engine.make_moves()  # the host receives what these blocks held
     runner.cache = runner.mover.write(runner.cache, ids, session.blocks)
-    if states is not None and runner.state_mover is not None and slot is not None:
-        slots = runner.state_mover.write(runner.cache.of_states, np.array([slot]), session.states)
-        runner.cache = runner.cache.replace(states=slots.leaves)  # pyright: ignore[reportAttributeAccessIssue]
+    if states is not None and slot is not None:
+        runner.cache = runner.mover.write_states(runner.cache, np.array([slot]), session.states)
         states.cache(state, session.token_ids, len(session.token_ids), slot)
         states.give_back(slot)
     # Whole prefixes first: a snapshot has blocks of theirs where a group of layers has evicted nothing.

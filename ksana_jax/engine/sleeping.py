@@ -18,7 +18,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.distributed.replicas import Replicas
 from ksana_jax.engine.engine import Engine
-from ksana_jax.kv.memory import FLUSHED_AT_ONCE
+from ksana_jax.kv.flushing import FLUSHED_AT_ONCE
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.loading.load import abstract_params, open_model
 from ksana_jax.models.params import Params

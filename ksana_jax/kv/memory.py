@@ -12,8 +12,9 @@ After the step, `commit` confirms the moves. A host slot is pinned while a move 
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,7 @@ from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
 from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.kv.swap import Costs, Swap
-from ksana_jax.kv.tier import HOST, CacheListener
-
-# Blocks that `flush` moves and writes before it waits for the disk.
-FLUSHED_AT_ONCE = 64
+from ksana_jax.kv.tier import CacheListener
 
 
 class KVMemory:
@@ -97,7 +95,7 @@ class KVMemory:
             num_blocks, index, self._replacement, counters, moves=self.moves, host=self.host, write=write
         )
         self.blocks, self.disk_reads, self.swap = self.device.pool, None, None
-        self.states, self._host_states = None, host_states
+        self.states, self._host_states, self.hosts = None, host_states, [self.host] if self.host else []
         if self.host is not None:
             if self.disk is not None:
                 self.disk_reads = DiskReads(index, self.host, self.disk, self.clock, self._read_timeout_s)
@@ -130,6 +128,7 @@ class KVMemory:
             slots, group = layout.states.num_slots, len(layout.groups)
             tiers: dict[str, Any] = {"host_data": self._host_states, "disk": self.disk_states, "write": self._write}
             self.states = StateSlots(slots, group, self.index, self._replacement, self.counters, **tiers)
+            self.hosts += [self.states.host] if self.states.host else []
         self.prefixes.set_layout(layout, self.states)
         self.index.group_keys = [group.key for group in groups]
         for tier in (self.device, self.host):
@@ -143,54 +142,16 @@ class KVMemory:
             self.counters.queried_tokens += num_tokens
         return NO_BLOCKS
 
-    # ------------------------------------------------------------------ around a step
-
     def take_moves(self) -> Moves | None:
         """Returns the copies that the executor must make before it computes; None without any."""
-        for _, host, _ in self._tiers:
+        for host in self.hosts:
             host.moves_taken()
-        of_states = self.states is not None and self.states.moves.any
-        if not (self.moves.any or of_states):
-            return None
-        moves = self.moves.take()
-        if self.states is not None and of_states:
-            moves.states = self.states.moves.take()
-        return moves
-
-    @property
-    def _tiers(self) -> list[tuple[DeviceTier, HostTier, DiskTier | None]]:
-        """The tiers of blocks, and of states, that have a host tier."""
-        found = [(self.device, self.host, self.disk)]
-        found += [] if self.states is None else [(self.states, self.states.host, self.states.disk)]
-        return [(device, host, disk) for device, host, disk in found if host is not None]
+        moves, states = self.moves, None if self.states is None else self.states.moves
+        if states is not None and states.any:
+            return dataclasses.replace(moves.take(), states=states.take())
+        return moves.take() if moves.saves or moves.copies or moves.loads or moves.evictions else None
 
     def commit(self) -> None:
         """Confirms that the moves taken have been made."""
-        for _, host, _ in self._tiers:
+        for host in self.hosts:
             host.moves_made()
-
-    def flush(self) -> Iterator[None]:
-        """Writes cached content to disk in batches of blocks, deepest blocks first.
-
-        Call it while nothing runs and no move is pending; after each yield, the caller makes the moves that it added.
-        """
-        if self._write != "drop":
-            for device, host, disk in self._tiers:
-                if disk is not None:
-                    yield from _flush(device, host, disk)
-
-
-def _flush(device: DeviceTier, host: HostTier, disk: DiskTier) -> Iterator[None]:
-    nodes = {*host.node_of.values(), *device.node_of.values()}
-    nodes = [node for node in nodes if node.key not in disk]
-    nodes.sort(key=lambda node: (-node.depth, node.key))
-    at_once = min(FLUSHED_AT_ONCE, host.pool.num_available)
-    for start in range(0, len(nodes), at_once):
-        for node in nodes[start : start + at_once]:
-            if node.at[HOST] >= 0:
-                host.write_to_disk(node)
-            elif node.is_stored:
-                device.save(node)
-                host.write_to_disk_later(node)
-        yield
-        disk.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.block_manager import NoFreeBlocks
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
@@ -87,6 +88,15 @@ class StateSlots(DeviceTier):
         """Loads a host slot into a slot that it takes, and releases it."""
         assert self.swap is not None
         return int(self.swap.move_in(np.array([slot], np.int32))[0])
+
+    def take_away(self, state: KVState) -> None:
+        """Releases the slot that a waiting sequence holds, if any."""
+        if state.held is None or state.held.state == FAR:
+            return
+        if state.shared is not None:
+            self.give_back(state.shared.state)
+        elif self.swap is not None:
+            self.swap.discard(np.array([state.held.state], np.int32))
 
     def cache(self, state: KVState, token_ids: np.ndarray, num_tokens: int, slot: int) -> None:
         """Caches a slot as the state after the first num_tokens tokens of a text, whole blocks of them, unless that is

@@ -45,11 +45,6 @@ class KVCache:
         return self.with_leaves(self.leaves | {"kv": kv})
 
     @property
-    def of_states(self) -> KVCache:
-        """The slots of recurrent layers as blocks, see `KVLayout.of_states`."""
-        return KVCache(self.states, self.codec)
-
-    @property
     def num_blocks(self) -> int:
         return self.kv.shape[0]
 

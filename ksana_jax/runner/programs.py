@@ -80,7 +80,7 @@ class ModelPrograms:
       layout, num_blocks: of the pool; one device's layout.
       max_model_len: longest sequence; some kinds of rope depend on it.
       max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
-      num_host_blocks: blocks of host memory. num_host_states: slots there for states of recurrent layers.
+      num_host_blocks, num_host_states: blocks, and slots for states of recurrent layers, of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       settings: names of implementations of operators; "auto" takes the first that serves.
       consume_params: weights may be deleted once they are packed or joined, see `LinearImplementation.weights`.
@@ -135,10 +135,7 @@ class ModelPrograms:
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         staging = "none" if planned else "auto"
-        self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging=staging, placement=placement)
-        self.state_mover = None
-        if layout.states is not None and (slots := layout.of_states) is not None:
-            self.state_mover = BlockMover(slots, layout.states.num_slots, num_host_states, staging=staging)
+        self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging, placement, num_host_states)
         evictor = functools.partial(
             Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes, placement
         )
@@ -172,8 +169,7 @@ class ModelPrograms:
     def num_compilations(self) -> int:
         """Number of functions compiled so far."""
         evicting = 0 if self.evictor is None else len(self.evictor.programs)
-        of_states = 0 if self.state_mover is None else self.state_mover.num_compilations
-        return len(self._compiled) + self.mover.num_compilations + of_states + evicting
+        return len(self._compiled) + self.mover.num_compilations + evicting
 
     @property
     def programs(self) -> dict[Any, Any]:
@@ -227,8 +223,6 @@ class ModelPrograms:
             self.evictor.warm_up(min(table_width, self.evictor.table_width))
         if moves:
             self.mover.warm_up()
-            if self.state_mover is not None:
-                self.state_mover.warm_up()
 
     def missing(self, keys: Sequence[Any]) -> list[Any]:
         """Takes programs from the store; returns the keys of those that are still to be compiled."""

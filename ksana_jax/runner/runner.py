@@ -42,8 +42,7 @@ class Runner(ModelPrograms):
 
     @property
     def host_states(self) -> np.ndarray | None:
-        """The host's states; see `step.executor.Executor`."""
-        return None if self.state_mover is None else self.state_mover.host_blocks
+        return self.mover.states and self.mover.states.host_blocks
 
     def reset(self) -> None:
         """Reallocates the pool and the host's blocks; see `step.executor.Executor`."""
@@ -52,8 +51,6 @@ class Runner(ModelPrograms):
             leaf.delete()  # first: two may not fit
         self.cache, self._sampled, self._late = self.placement.pool(self.layout, num_blocks), None, None
         self.mover.reset()
-        if self.state_mover is not None:
-            self.state_mover.reset()
 
     def submit(self, step: StepInput) -> StepOutput:
         """Starts one step; see `step.executor.Executor`. New shapes are compiled first."""
@@ -168,12 +165,7 @@ class Runner(ModelPrograms):
                 early += self.mover.save(self.cache, moves.saves[num_saved:until])
                 self.cache, num_saved = self.evictor.start(self.cache, evictions, checks), until
         self.cache, saved, move_s = self.mover.start(self.cache, moves, early, num_saved)
-        finish = functools.partial(self.mover.finish, saved, checks)
-        if moves.states is not None and (mover := self.state_mover) is not None:
-            slots, saved, more_s = mover.start(self.cache.of_states, moves.states)
-            self.cache = self.cache.replace(states=slots.leaves)  # pyright: ignore[reportAttributeAccessIssue]
-            finish, move_s = _both(finish, functools.partial(mover.finish, saved)), move_s + more_s
-        return finish, move_s, self.num_compilations > before
+        return functools.partial(self.mover.finish, saved, checks), move_s, self.num_compilations > before
 
     def _program(self, key: Any) -> Callable:
         return self._compiled[key] if key in self._compiled else self._compile(key)
@@ -193,11 +185,3 @@ class Runner(ModelPrograms):
           num_top: most probable tokens to score; None scores nothing.
         """
         return self._program(("sample", hidden.shape[0], count, samples, dense, masks, num_top))
-
-
-def _both(*finishes: Callable[[], None]) -> Callable[[], None]:
-    def finish() -> None:
-        for each in finishes:
-            each()
-
-    return finish

@@ -119,8 +119,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting) or len(self.order) > 0
 
-    # ------------------------------------------------------------------ sequences come and go
-
     def add(self, seq: Sequence) -> None:
         """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
         self.queue.add(seq)
@@ -136,8 +134,6 @@ class Scheduler:
             self.queue.remove(seq)
         for fork in self.queue.pop_forks(seq):
             self.queue.add(fork)
-
-    # ------------------------------------------------------------------ before a step
 
     def schedule(self) -> ScheduledBatch | None:
         """Chooses the tokens of the next step and takes blocks for them; None when there is nothing to compute: no
@@ -243,8 +239,6 @@ class Scheduler:
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.queue.add(seq)
-
-    # ------------------------------------------------------------------ after a step
 
     def advance(self, batch: ScheduledBatch) -> None:
         """Records, once, facts of a step known before its tokens: its number of tokens, the blocks that it frees."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_cache import Hit
@@ -79,11 +78,8 @@ class WaitingQueue:
         if kv.swapped is not None:
             assert self._memory.swap is not None
             self._memory.swap.discard(kv.swapped.ids)
-        if (states := self._memory.states) is not None and kv.held is not None and kv.held.state != FAR:
-            if kv.shared is not None:
-                states.give_back(kv.shared.state)
-            elif states.swap is not None:
-                states.swap.discard(np.array([kv.held.state], np.int32))
+        if self._memory.states is not None:
+            self._memory.states.take_away(kv)
         kv.shared = kv.swapped = None
         kv.num_indexed = 0
         kv.nodes.clear()
@@ -188,7 +184,7 @@ class Admission:
         # A preempted one starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else budget.most(left)
         allocated = held.allocated_until(size) if held else hit.allocated_until(size) if hit else 0
-        num_groups, states = len(self.layout.groups), self.states
+        layout, states, num_groups = self.layout, self.states, len(self.layout.groups)
 
         def first_blocks() -> int:
             """Returns the number of blocks that the first token needs."""
@@ -197,9 +193,8 @@ class Admission:
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork continues with its parent's blocks: it waits for no reserve.
         room = self.memory.blocks.num_available - (0 if kv.shared else reserve)
-        has_slots = states is None or states.fits(hit)
-        fits = first_blocks() + more <= room
-        if has_slots and (fits or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room):
+        fits = first_blocks() + more <= room or layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room
+        if fits and (states is None or states.fits(hit)):
             return True
         if not alone:
             return False
