@@ -15,6 +15,8 @@ from ksana_jax.kv.visible_range import VisibleRange
 
 # A token reads the state after the one before it: of all blocks, later tokens need the one where the text ends.
 LIVE = VisibleRange(window=2, num_sinks=0, globals_every=())
+# Slots for each row without a prefix cache, by default: forks and beams share states with their parents.
+SLOTS_PER_ROW = 2
 
 
 class StateLayout(NamedTuple):
