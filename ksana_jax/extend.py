@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ksana_jax.kv.eviction.wrapper import EvictionWrapper
     from ksana_jax.kv.replacement import CachedBlock, ReplacementPolicy
     from ksana_jax.kv.selection.base import SelectionMethod
+    from ksana_jax.kv.state_snapshots.base import SnapshotPolicy
     from ksana_jax.lab.bench.core import Bench, Case
     from ksana_jax.lab.runs.tasks.base import BaseTask, TrialContext
     from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow
@@ -41,6 +42,7 @@ _PUBLIC = {
     "ksana_jax.kv.eviction.wrapper": "EvictionWrapper",
     "ksana_jax.kv.replacement": "CachedBlock ReplacementPolicy",
     "ksana_jax.kv.selection.base": "SelectionMethod",
+    "ksana_jax.kv.state_snapshots.base": "SnapshotPolicy",
     "ksana_jax.core.patterns": "AttentionPattern",
     "ksana_jax.serve.router.policies.base": "Policy",
     "ksana_jax.scheduler.policies": "ByRank SchedulingPolicy",
@@ -70,6 +72,7 @@ __all__ += [
     "SchedulingPolicy",
     "ExtensionPoint",
     "SelectionMethod",
+    "SnapshotPolicy",
     "SpeculativeMethod",
     "Texts",
 ]

@@ -63,6 +63,8 @@ class FakeExecutor:
         assert np.shares_memory(self._blocks, self.keys), "a view, not a copy"
         self.host_blocks = np.zeros((host_slots, layers, self.block_size), np.uint64)
 
+    host_states: np.ndarray | None = None
+
     class Failed(RuntimeError):
         """A step that was meant to fail did."""
 

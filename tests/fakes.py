@@ -49,7 +49,10 @@ class CheckedBuilder(BatchBuilder):
         assert step.shape == expected.shape and np.array_equal(ends, expected_ends)
         counts = [(s.num_sampled, s.num_attended, s.num_logprobs) for s in (step, expected)]
         assert counts[0] == counts[1]
-        for made, other in ((step.arrays, expected.arrays), (step.sampling or (), expected.sampling or ())):
+        pairs = [(step.arrays, expected.arrays), (step.sampling or (), expected.sampling or ())]
+        pairs.append((step.arrays.states or (), expected.arrays.states or ()))
+        pairs[0] = tuple(arrays._replace(states=None) for arrays in pairs[0])
+        for made, other in pairs:
             for one, two in itertools.zip_longest(made, other):
                 assert np.array_equal(one, two) and getattr(one, "dtype", None) == getattr(two, "dtype", None)
         return step, ends

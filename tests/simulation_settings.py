@@ -33,6 +33,7 @@ SETTINGS = {
     "drafts": ("speculative_config",),
     "branches": ("speculative_config", refusals.BRANCHES),
     "draft model": ("speculative_config", refusals.DRAFT_MODEL),
+    "recurrent layers": (refusals.RECURRENT,),
 }
 # Settings of which an engine has one.
 KINDS = (
@@ -40,6 +41,8 @@ KINDS = (
     {"codec", "block codec"},
     {"eviction", "eviction that adds up attention"},
     {"drafts", "branches", "draft model"},
+    # Served together (tests/combinations), but drawn apart.
+    *({"recurrent layers", other} for other in ("codec", "selection")),
 )
 
 

@@ -52,7 +52,6 @@ SOME = {
     "tensor_parallel_size": {"tensor_parallel_size": 2},
     "data_parallel_size": {"data_parallel_size": 2},
     refusals.RECURRENT: {"recurrent": ShortConvSpec((0,))},
-    "host_cache_bytes": {"host_cache_bytes": 2**20},
     "kept_tokens": {"kept_tokens": True},
     "enable_lora": {"enable_lora": True},
     "distributed": {"distributed": {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}},
@@ -99,12 +98,11 @@ def test_listed_settings_are_refused_together(refusal, drafter):
         elif of_model := given.keys() & {"alibi", "kv_layers", "recurrent", *SOME[refusals.LATENTS]}:
             config, params = model()
             config = dataclasses.replace(config, **{name: given.pop(name) for name in of_model})
-            of_request = {name: given.pop(name) for name in given.keys() & {"beam_width"}}
             if "recurrent" in of_model:
                 EngineConfig(**{n: x for n, x in given.items() if n != "pattern"}).for_model(config, (FULL,) * 2)
                 params = init_params(config)
             llm = LLM.from_params(config, params, **SMALL, **given)
-            llm.generate([[1, 2]], SamplingParams(**of_request, max_tokens=1, detokenize=False))
+            llm.generate([[1, 2]], SamplingParams(max_tokens=1, detokenize=False))
         else:
             make_llm(**given)
     assert "\n" not in str(caught.value) and " does not go with " in str(caught.value)

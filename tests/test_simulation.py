@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
+from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.layout import SUMMARY, KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import PendingMoves
 from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.kv.selection.base import SelectionMethod
+from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.scheduler import row_eviction, scheduler
+from ksana_jax.scheduler.row_states import RowStates
 from tests.fake_pool import StoringExecutor
 from tests.fakes import FakeExecutor
 from tests.latent_simulation import LatentSelectingSimulation, LatentSimulation
@@ -35,6 +38,7 @@ from tests.speculating_simulation import (
     SpeculatingSimulation,
     SpeculatingStoringSimulation,
 )
+from tests.state_simulation import StateSimulation
 from tests.storing_simulation import StoringSimulation
 
 # Lives that ended badly once.
@@ -64,6 +68,12 @@ def test_every_simulation_with_block_codecs_or_selection_ends_well(rng, kind):
 @given(st.randoms(use_true_random=False), st.sampled_from([LatentSimulation, LatentSelectingSimulation]))
 def test_every_simulation_with_latents_ends_well(rng, kind):
     simulate(rng, num_steps=30, kind=kind)
+
+
+@settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_every_simulation_with_recurrent_layers_ends_well(rng):
+    simulate(rng, num_steps=30, kind=StateSimulation)
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
@@ -222,12 +232,42 @@ def other_blocks(monkeypatch):
     monkeypatch.setattr(StoringExecutor, "write", lambda pool, cache, ids, new: write(pool, cache, ids[::-1], new))
 
 
+def no_copy_of_states(monkeypatch):
+    """A row goes on to write to the slot of a state that it begins with, though it is cached."""
+    monkeypatch.setattr(StateSlots, "is_shared", lambda slots, ids: np.zeros(len(ids), bool))
+
+
+def states_of_the_next_token(monkeypatch):
+    """Forks of a prompt begin with the state after its last token, which they compute again."""
+    monkeypatch.setattr(RowStates, "_hold", lambda states, row: None)
+    share = RowStates.share
+
+    def later(states, row, num_tokens):
+        return share(states, row, int(states._rows.num_computed[row]) if num_tokens else 0)
+
+    monkeypatch.setattr(RowStates, "share", later)
+
+
+def moves_confirmed_early(monkeypatch):
+    """Saves that were recorded while a step ran count as made by it."""
+    monkeypatch.setattr(HostTier, "moves_taken", lambda tier: None)
+    made = HostTier.moves_made
+
+    def all_made(tier):
+        tier._num_taken = len(tier._to_disk), len(tier.in_moves)
+        made(tier)
+
+    monkeypatch.setattr(HostTier, "moves_made", all_made)
+
+
 PLANTED = [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went, in_cached_blocks]
 PLANTED = [(plant, StoringSimulation, range(60)) for plant in PLANTED]
 FIRST = {scores_in_snapshots: 25, any_prompt: 30, copied_at_once: 440}  # of ten seeds
 PLANTED += [(plant, SnapshotSimulation, range(first, first + 10)) for plant, first in FIRST.items()]
 PLANTED += [(the_last_of_a_prompt, SelectingSimulation, range(40))]
 PLANTED += [(plant, SelectingSimulation, range(40, 80)) for plant in (a_summary_left_behind, other_blocks)]
+PLANTED += [(plant, StateSimulation, range(10)) for plant in (no_copy_of_states, states_of_the_next_token)]
+PLANTED += [(moves_confirmed_early, StateSimulation, range(310, 311))]
 PLANTED += [pytest.param(other_blocks, StoringSimulation, range(40), marks=pytest.mark.soak)]
 
 

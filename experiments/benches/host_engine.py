@@ -37,7 +37,7 @@ class RandomTokens:
     def __init__(self, size: int):
         self.tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, size, np.int32)
         self.patterns: Sequence[AttentionPattern] = [FULL]
-        self.host_blocks = None
+        self.host_blocks = self.host_states = None
 
     def submit(self, step: StepInput) -> StepOutput:
         return StepOutput(self.tokens[: step.num_sampled])

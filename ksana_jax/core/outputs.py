@@ -57,7 +57,8 @@ class RequestMetrics:
     tokens taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows obtained, {"computed": 3, ...},
     see `kv.state.Origin`; blocks computed by a running row are added when it leaves. num_drafts, num_draft_tokens,
     num_accepted_tokens: drafts of its rows, their tokens, and those accepted; added when a row leaves.
-    prefix_report: see `RequestOutput`.
+    prefix_report: see `RequestOutput`. num_cached_keys, num_cached_states: with recurrent layers, prompt tokens whose
+    keys and values were in the prefix cache, and prompt tokens up to its last state; None without.
     """
 
     arrival_s: float
@@ -73,6 +74,8 @@ class RequestMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     prefix_report: PrefixReport | None = None
+    num_cached_keys: int | None = None
+    num_cached_states: int | None = None
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -99,7 +102,7 @@ class RequestOutput:
     """The output of a request so far.
 
     prompt_logprobs: if requested, None for the first prompt token, which nothing predicts, then {token_id: Logprob}.
-    num_cached_tokens: prompt tokens taken from the prefix cache.
+    num_cached_tokens: prompt tokens taken from the prefix cache; `metrics` has how far keys and states reach in it.
     cache_salt, num_question: of the request, see `RequestInput`.
     pooled: [D] float32, hidden states of the prompt, if requested; see `PoolingParams`.
     """

@@ -36,7 +36,6 @@ SETTINGS = (
     "shared_prefix_attention",
     "distributed",
     "disk_cache_dir",
-    "host_cache_bytes",
     "kept_tokens",
 )
 # Names of properties that several settings, or only some values of one, share.
@@ -124,12 +123,10 @@ REFUSALS = (
     Refusal(RECURRENT, "speculative_config", "the state after rejected draft tokens cannot be taken back"),
     Refusal(RECURRENT, "tensor_parallel_size", "states are not divided among devices"),
     Refusal(RECURRENT, "enable_lora", "adapters of recurrent layers are untested"),
-    Refusal(RECURRENT, "host_cache_bytes", "only the device has slots for states"),
     Refusal(RECURRENT, "kv_full_precision_layers", "groups with recurrent layers are untested"),
     Refusal(RECURRENT, WHOLE_BLOCKS, "groups with recurrent layers are untested"),
     Refusal(RECURRENT, "kept_tokens", "a state does not tell which tokens it has kept", principle=True),
     Refusal(RECURRENT, BY_HEAD, "recurrent layers have no heads with a pattern", principle=True),
-    Refusal(RECURRENT, "beam_width", "beams share blocks, and no state is kept inside of one"),
     Refusal("enable_lora", "tensor_parallel_size", "each device would need its part of every adapter"),
     Refusal("enable_lora", "data_parallel_size", "a request's adapter has a slot in one engine"),
     Refusal("enable_lora", "distributed", "adapters are in the memory of one process"),

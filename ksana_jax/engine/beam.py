@@ -144,7 +144,7 @@ def advance(beams: Beams, scheduler: Any, new_sequence: Any) -> bool:
             in_place.append(branch)
             continue
         child = new_sequence(np.append(known[branch.seq], np.int32(branch.token)))
-        fork(scheduler.queue, scheduler.row_blocks, scheduler.eviction, branch.seq, child)
+        fork(scheduler.queue, scheduler.row_blocks, scheduler.eviction, scheduler.states, branch.seq, child)
         alive[child] = branch.logprob
     for branch in in_place:
         append(scheduler.rows, branch.seq, branch.token)

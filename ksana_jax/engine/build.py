@@ -172,10 +172,15 @@ def _scheduler(
     half: DeviceSetup, clock: Callable[[], float], replaced: dict[str, Any], speculation: Speculation | None
 ) -> Scheduler:
     """Creates the scheduler with its KV memory. replaced: arguments of KVMemory that override the defaults."""
-    config, disk = half.config, None
+    config, layout, disks = half.config, half.layout, []
+    assert config.num_blocks is not None and config.max_model_len is not None
     if config.disk_cache_dir is not None:
-        format = BlockFormat.of(half.layout, half.index.scope.model)
-        disk = DiskTier(os.path.expanduser(config.disk_cache_dir), format, config.disk_cache_bytes)
+        folder, of_states = os.path.expanduser(config.disk_cache_dir), layout.of_states
+        states = layout.state_bytes_of(config.disk_cache_bytes, config.num_blocks)
+        for part, num_bytes in ((layout, config.disk_cache_bytes - states), (of_states, states)):
+            if part is not None:
+                disks.append(DiskTier(folder, BlockFormat.of(part, half.index.scope.model), num_bytes))
+    disk, disk_states = (*disks, None, None)[:2]
     settings: dict[str, Any] = {
         "index": half.index,
         "caching": config.enable_prefix_caching,
@@ -183,10 +188,11 @@ def _scheduler(
         "preempt": config.preempt,
         "write": config.cache_write,
         "host_data": half.executor.host_blocks,
+        "host_states": half.executor.host_states,
         "disk": disk,
+        "disk_states": disk_states,
         "clock": clock,
     }
-    assert config.num_blocks is not None and config.max_model_len is not None
     return Scheduler(
         KVMemory(config.num_blocks, **(settings | replaced)),
         max_num_seqs=config.max_num_seqs,

@@ -12,6 +12,7 @@ from ksana_jax.engine.engine_lock import EngineLock
 from ksana_jax.engine.steps import StepLoop
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.kv.flushing import flush
 from ksana_jax.kv.model_layout import with_heads_apart
 from ksana_jax.scheduler.step.per_token import numbering
 from ksana_jax.tokenizers import Tokenizer
@@ -74,5 +75,5 @@ class IdleChanges(StepLoop):
         self.check_idle("prefixes are written to the disk only in between")
         self.lock.begin_write()
         self.make_moves()
-        for _ in self.memory.flush():
+        for _ in flush(self.memory):
             self.make_moves()

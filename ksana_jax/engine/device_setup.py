@@ -125,11 +125,13 @@ class Prepared:
             plan = dataclasses.replace(plan, num_blocks=num_blocks, pool_bytes=pool_bytes)
         loads = callable(params)
         params, digest = self.weights(params)
+        of_states = layout.state_bytes_of(config.host_cache_bytes, num_blocks)
         runner = self.make_runner(
             kind,
             params=params,
             num_blocks=num_blocks,
-            num_host_blocks=config.host_cache_bytes // placement.host_layout(layout).block_bytes,
+            num_host_blocks=(config.host_cache_bytes - of_states) // placement.host_layout(layout).block_bytes,
+            num_host_states=of_states // layout.states.slot_bytes if layout.states else 0,
             consume_params=loads,
             programs=programs,
         )

@@ -246,6 +246,7 @@ class Engine(IdleChanges):
                 metrics.first_token_s = now
                 metrics.num_cached_tokens = seq.kv.num_cached_tokens or 0
                 metrics.prefix_report = seq.kv.prefix_report
+                metrics.num_cached_keys, metrics.num_cached_states = seq.kv.reach or (None, None)
                 found.append(seq.owner)
         return found
 
@@ -269,7 +270,8 @@ class Engine(IdleChanges):
         scope = self.memory.index.scope.seen_through(patterns)
         if self.asleep is None:
             self.executor.reset()
-        self.scheduler.reset(self.scheduler.layout.with_patterns(patterns), scope, self.executor.host_blocks)
+        host = self.executor.host_blocks, self.executor.host_states
+        self.scheduler.reset(self.scheduler.layout.with_patterns(patterns), scope, *host)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         for seq in (*request.sequences, *(c.seq for c in request.completions)):

@@ -167,6 +167,8 @@ class LoadedModel(LLMFacts, Sleeps):
         if self.engine.memory.disk is not None:
             self.engine.flush()
             self.engine.memory.disk.close()
+            if self.engine.memory.disk_states is not None:
+                self.engine.memory.disk_states.close()
         if (workers := getattr(self.runner, "workers", None)) is not None:
             workers.close()
 

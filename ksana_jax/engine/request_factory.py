@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ksana_jax.core import refusals
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ContextLengthError
 from ksana_jax.core.lora import salted
@@ -126,8 +125,6 @@ class RequestFactory:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "forced_token_ids"):
             if (ids := getattr(params, name)) and max(ids) >= self._vocab_size:
                 raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {self._vocab_size - 1}")
-        if self._model.recurrent is not None:
-            refusals.check({refusals.RECURRENT: True, "beam_width": params.beam_width > 1}, ValueError)
         if params.steering is not None:
             check_steering(params.steering, self._model)
         if params.stop is not None:

@@ -29,7 +29,7 @@ from ksana_jax.loading.tensor_files import write_tensors
 VERSION = 1
 FACTS = "session.json"
 _BLOCKS = "blocks-*.safetensors"
-_LEAF = "block."
+_LEAF, _STATE = "block.", "state."
 _ARRAYS = ("places", "starts", "groups", "num_evicted")
 
 
@@ -55,7 +55,7 @@ class Session(NamedTuple):
     """The cached states of a text.
 
     token_ids: [n] int32. num_context: prompt tokens before the question. salt: of the prefix cache. parts: the longest
-    first. blocks: [M, block_bytes] uint8.
+    first. blocks: [M, block_bytes] uint8. states: of recurrent layers after all tokens, [1, slot_bytes], or [0, ...].
     """
 
     token_ids: np.ndarray
@@ -63,6 +63,7 @@ class Session(NamedTuple):
     salt: str
     parts: list[SessionPart]
     blocks: np.ndarray
+    states: np.ndarray
 
 
 def write_session(folder: Path, session: Session, layout: KVLayout, made_with: Mapping[str, str]) -> None:
@@ -77,8 +78,9 @@ def write_session(folder: Path, session: Session, layout: KVLayout, made_with: M
     tensors = {"token_ids": session.token_ids}
     for number, part in enumerate(session.parts):
         tensors |= {f"{number}.{name}": getattr(part, name) for name in _ARRAYS}
-    for leaf, values in zip(layout.leaves, layout.split(session.blocks).values(), strict=True):
-        tensors[_LEAF + leaf.name] = np.ascontiguousarray(values).view(BITS.get(leaf.dtype, leaf.dtype))
+    for prefix, part, data in ((_LEAF, layout, session.blocks), (_STATE, layout.of_states, session.states)):
+        for leaf, values in zip(part.leaves, part.split(data).values(), strict=True) if part else ():
+            tensors[prefix + leaf.name] = np.ascontiguousarray(values).view(BITS.get(leaf.dtype, leaf.dtype))
     blocks = folder / _BLOCKS.replace("*", secrets.token_hex(8))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files have the tokens of prompts
@@ -152,13 +154,12 @@ def _session(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layout
     Raises:
       KeyError, ValueError: a tensor is missing, or its values cannot be a session's.
     """
-    first, token_ids = layout.leaves[0], _integers("token_ids", tensors, 0, 2**31 - 1)
-    count, num_tokens = len(tensors[_LEAF + first.name]), len(token_ids)
-    for leaf in layout.leaves:
-        found, dtype = tensors[_LEAF + leaf.name], BITS.get(leaf.dtype, leaf.dtype)
-        if found.shape != (count, *leaf.shape) or found.dtype.name != dtype:
-            raise ValueError(f"{leaf.name} is {found.dtype}{list(found.shape)}, the layout has {leaf} for each block")
-    parts = []
+    token_ids = _integers("token_ids", tensors, 0, 2**31 - 1)
+    blocks = _bytes_of(layout, _LEAF, tensors)
+    states = np.empty((0, 0), np.uint8) if layout.of_states is None else _bytes_of(layout.of_states, _STATE, tensors)
+    if len(states) != (layout.states is not None):
+        raise ValueError(f"it has {len(states)} states")
+    count, num_tokens, parts = len(blocks), len(token_ids), []
     for number, tokens in enumerate(facts["parts"]):
         places = _integers(f"{number}.places", tensors, 0, count - 1)
         starts = _integers(f"{number}.starts", tensors, 0, min(tokens, num_tokens) - 1)
@@ -174,10 +175,20 @@ def _session(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layout
         if len({*map(len, (places, starts, groups, *distinct))}) > 1 or (starts % layout.block_size).any():
             raise ValueError(f"part {number} has blocks of which not each has its own place in the text")
         parts.append(SessionPart(tokens, places, starts, groups, evicted))
+    return Session(token_ids, facts["num_context"], facts["cache_salt"], parts, blocks, states)
+
+
+def _bytes_of(layout: KVLayout, prefix: str, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns blocks [n, block_bytes] from a file's tensors of their leaves."""
+    count = len(tensors[prefix + layout.leaves[0].name])
+    for leaf in layout.leaves:
+        found, dtype = tensors[prefix + leaf.name], BITS.get(leaf.dtype, leaf.dtype)
+        if found.shape != (count, *leaf.shape) or found.dtype.name != dtype:
+            raise ValueError(f"{leaf.name} is {found.dtype}{list(found.shape)}, the layout has {leaf} for each block")
     blocks = np.empty((count, layout.block_bytes), np.uint8)
     for leaf, values in zip(layout.leaves, layout.split(blocks).values(), strict=True):
-        values[:] = tensors[_LEAF + leaf.name].view(leaf.dtype)
-    return Session(token_ids, facts["num_context"], facts["cache_salt"], parts, blocks)
+        values[:] = tensors[prefix + leaf.name].view(leaf.dtype)
+    return blocks
 
 
 def _integers(name: str, tensors: Mapping[str, np.ndarray], low: int, high: int) -> np.ndarray:

@@ -100,8 +100,6 @@ def _check(engine: Engine) -> None:
         problem = "distributed is set, and each process has the keys and values of its own heads only"
     elif (method := read_speculative(config.speculative_config)) is not None and method.has_model:
         problem = "speculative_config has a draft model, whose keys and values a session does not have"
-    elif engine.model.recurrent is not None:
-        problem = "the model has recurrent layers, whose states a session does not have"
     if problem is not None:
         raise SessionError(f"this engine saves and restores no sessions: {problem}")
 
@@ -137,23 +135,30 @@ def _copied(engine: Engine, request: RequestOutput | str) -> Session | None:
     seq.kv.has_read = had_read
     nodes = list(dict.fromkeys(node for hit in hits for node in hit.nodes))
     blocks = _read(engine, nodes)
+    states = [] if hits[0].state is None else [hits[0].state]
+    of_states = _read(engine, states, of_states=True) if states else np.empty((0, 0), np.uint8)
     for hit in hits:
         prefixes.unpin(hit)
     if hits[0].awaits:
         return None
     places = {node: place for place, node in enumerate(nodes)}
     found = [_part(hit, places) for hit in hits if hit.nodes]
-    return Session(text[: hits[0].num_tokens], seq.num_context, seq.kv.salt, found, blocks)
+    return Session(text[: hits[0].num_tokens], seq.num_context, seq.kv.salt, found, blocks, of_states)
 
 
-def _read(engine: Engine, nodes: list[Node]) -> np.ndarray:
-    """Returns the bytes of cached blocks, wherever they are stored: [n, block_bytes]."""
+def _read(engine: Engine, nodes: list[Node], of_states: bool = False) -> np.ndarray:
+    """Returns the bytes of cached blocks, or states, wherever they are stored: [n, block_bytes]."""
     memory, runner = engine.memory, cast(Runner, engine.executor)
+    host, read_device = memory.host, runner.mover.read
+    if of_states and memory.states is not None:
+        host, read_device = memory.states.host, runner.mover.read_states
     on_device, on_host = (np.array([node.at[tier] for node in nodes], np.int32) for tier in (DEVICE, HOST))
-    blocks, here = np.empty((len(nodes), engine.scheduler.layout.block_bytes), np.uint8), on_device >= 0
-    blocks[here] = runner.mover.read(runner.cache, on_device[here])
-    if memory.host is not None:
-        blocks[~here] = memory.host.data[on_host[~here]].reshape(-1, blocks.shape[1])
+    here = on_device >= 0
+    read = read_device(runner.cache, on_device[here])
+    blocks = np.empty((len(nodes), read.shape[1]), np.uint8)
+    blocks[here] = read
+    if host is not None:
+        blocks[~here] = host.data[on_host[~here]].reshape(-1, blocks.shape[1])
     return blocks
 
 
@@ -190,10 +195,16 @@ def _restore(engine: Engine, session: Session, folder: Path) -> None:
     if count > device.pool.num_available:
         total = device.pool.num_blocks
         raise SessionError(f"{folder} has {count:,} blocks, {device.pool.num_available:,} of {total:,} are available")
+    if (states := memory.states) is not None and not states.pool.num_available:
+        raise SessionError(f"{folder} has a state, and all {states.pool.num_blocks:,} slots for states are in use")
     engine.lock.begin_write()
-    ids = device.allocate(count)
+    ids, slot = device.allocate(count), None if states is None else states.take()
     engine.make_moves()  # the host receives what these blocks held
     runner.cache = runner.mover.write(runner.cache, ids, session.blocks)
+    if states is not None and slot is not None:
+        runner.cache = runner.mover.write_states(runner.cache, np.array([slot]), session.states)
+        states.cache(state, session.token_ids, len(session.token_ids), slot)
+        states.give_back(slot)
     # Whole prefixes first: a snapshot has blocks of theirs where a group of layers has evicted nothing.
     for part in reversed(session.parts):
         _keep(engine, state, session, part, ids[part.places])

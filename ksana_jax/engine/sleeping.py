@@ -18,7 +18,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.distributed.replicas import Replicas
 from ksana_jax.engine.engine import Engine
-from ksana_jax.kv.memory import FLUSHED_AT_ONCE
+from ksana_jax.kv.flushing import FLUSHED_AT_ONCE
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.loading.load import abstract_params, open_model
 from ksana_jax.models.params import Params
@@ -184,13 +184,12 @@ def _sleep(engine: Engine, level: int) -> None:
 
 
 def _vacate(engine: Engine) -> None:
-    """Takes all blocks of the pool from the prefix cache; the host tier receives as many as it has room for."""
-    device, pool = engine.memory.device, engine.memory.blocks
-    if engine.memory.states is not None:
-        engine.memory.states.clear()
-    while pool.num_free < pool.num_blocks:
-        device.release(device.allocate(min(pool.num_free + FLUSHED_AT_ONCE, pool.num_blocks)))
-        engine.make_moves()
+    """Takes all blocks and states from the prefix cache; the host tier receives as many as it has room for."""
+    states = engine.memory.states
+    for device in (engine.memory.device, *([] if states is None else [states])):
+        while (pool := device.pool).num_free < pool.num_blocks:
+            device.release(device.allocate(min(pool.num_free + FLUSHED_AT_ONCE, pool.num_blocks)))
+            engine.make_moves()
 
 
 def _replace(engine: Engine, new: CheckedWeights) -> None:
@@ -205,7 +204,8 @@ def _replace(engine: Engine, new: CheckedWeights) -> None:
 
 
 def _forget_prefixes(engine: Engine, scope: Scope) -> None:
-    engine.scheduler.reset(engine.scheduler.layout, scope, _runner(engine).host_blocks)
+    runner = _runner(engine)
+    engine.scheduler.reset(engine.scheduler.layout, scope, runner.host_blocks, runner.host_states)
 
 
 def _wake(engine: Engine) -> None:

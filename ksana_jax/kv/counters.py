@@ -16,7 +16,8 @@ class Counters:
     swapped_out, swapped_in: blocks of preempted rows among those saved and loaded.
     evicted: tokens evicted from running rows, of each group of layers.
     snapshots, replaced_states: states of recurrent layers that were cached, and replaced.
-    key_tokens: prompt tokens whose keys and values were cached; more than hit_tokens if no state was cached there.
+    key_tokens, state_tokens: prompt tokens whose keys and values were cached, and those up to the last cached state of
+      recurrent layers; hit_tokens are those where both are.
     """
 
     queried_tokens: int = 0
@@ -35,3 +36,4 @@ class Counters:
     snapshots: int = 0
     replaced_states: int = 0
     key_tokens: int = 0
+    state_tokens: int = 0

@@ -13,7 +13,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import EXACT, OF_TOKENS, STATE, KVLayout, Leaf
 from ksana_jax.kv.model_layout import codec_name, layout_of
 from ksana_jax.kv.selection import read_selection
-from ksana_jax.kv.state_layout import state_layout
+from ksana_jax.kv.state_layout import SLOTS_PER_ROW, state_layout
 from ksana_jax.kv.state_snapshots import read_state_snapshots
 
 
@@ -98,7 +98,7 @@ def num_state_slots(config: EngineConfig) -> int:
     caching, rows = config.enable_prefix_caching, config.max_num_seqs
     least = 2 * rows if caching else rows
     if (given := read_state_snapshots(config.state_snapshots).num_slots) is None:
-        return 3 * rows if caching else rows
+        return (SLOTS_PER_ROW + caching) * rows
     if given < least:
         each = "two for each row with a prefix cache" if caching else "one for each row"
         raise ConfigError(f"state_snapshots has num_slots {given}, max_num_seqs {rows} needs {least}, {each}")

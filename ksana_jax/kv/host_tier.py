@@ -37,6 +37,7 @@ class HostTier(Tier):
         self.in_moves: list[int] = []
         self._index, self._counters = index, counters
         self._to_disk: list[Node] = []  # once the pending moves are made
+        self._num_taken = 0, 0
 
     def take_slot(self) -> int | None:
         """Returns a slot with one owner, replacing cached content if none is free; None if all are owned."""
@@ -71,13 +72,18 @@ class HostTier(Tier):
         if self.disk is not None:
             self._to_disk.append(node)
 
+    def moves_taken(self) -> None:
+        """Notes that a step makes the moves that are pending: others may be recorded before it has ended."""
+        self._num_taken = len(self._to_disk), len(self.in_moves)
+
     def moves_made(self) -> None:
-        """Marks the pending moves as complete."""
-        if self._to_disk:
-            for node in self._to_disk:
+        """Marks the moves that were taken as complete."""
+        (num_written, num_moved), self._num_taken = self._num_taken, (0, 0)
+        if num_written:
+            for node in self._to_disk[:num_written]:
                 if node.at[HOST] >= 0:
                     self.write_to_disk(node)
-            self._to_disk = []
-        if self.in_moves:
-            slots, self.in_moves = np.array(self.in_moves, np.int32), []
+            self._to_disk = self._to_disk[num_written:]
+        if num_moved:
+            slots, self.in_moves = np.array(self.in_moves[:num_moved], np.int32), self.in_moves[num_moved:]
             self.release(slots)

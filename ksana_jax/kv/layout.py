@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import KVGroup
+from ksana_jax.kv.leaf import Leaf
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.kv.state_layout import StateLayout
 from ksana_jax.kv.visible_range import VisibleRange
@@ -35,22 +35,6 @@ OF_TOKENS = SCORE, TEXT_POSITION, HIDDEN, LOW = "score", "text_position", "hidde
 STATE, SUMMARY = "state", "summary"
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2
-
-
-class Leaf(NamedTuple):
-    """One array of the pool: [M, *shape], or [*shape] in one block. dtype is NumPy's name of its elements' type."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in one block."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +64,20 @@ class KVLayout:
     selecting: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
     states: StateLayout | None = None
+
+    @property
+    def of_states(self) -> KVLayout | None:
+        """Returns the layout of slots for states, as one of blocks; None without any."""
+        states = self.states
+        return states and KVLayout((states.group,), self.block_size, states.leaves, self.codec)
+
+    def state_bytes_of(self, num_bytes: int, num_blocks: int) -> int:
+        """Returns how many bytes on the host or on disk are for states, if they are divided as the device's are between
+        num_blocks blocks and the slots; at least one slot's."""
+        if self.states is None:
+            return 0
+        part = num_bytes * self.states.nbytes // (self.states.nbytes + num_blocks * self.block_bytes)
+        return min(num_bytes, max(part, self.states.slot_bytes))
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
         """Returns this layout under other patterns, with the same groups: each keeps what one of its layers needs."""

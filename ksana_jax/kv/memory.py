@@ -12,8 +12,10 @@ After the step, `commit` confirms the moves. A host slot is pinned while a move 
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +34,7 @@ from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
 from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.kv.swap import Costs, Swap
-from ksana_jax.kv.tier import HOST, CacheListener
-
-# Blocks that `flush` moves and writes before it waits for the disk.
-FLUSHED_AT_ONCE = 64
+from ksana_jax.kv.tier import CacheListener
 
 
 class KVMemory:
@@ -47,6 +46,7 @@ class KVMemory:
       replacement: a key of `replacement.REPLACEMENT_POLICIES`, or see `replacement.find_replacement_policy`.
       host_data: [slots, ...] the host's blocks, preallocated, each of block_bytes; None for no host tier.
       disk: the disk tier, or None.
+      host_states, disk_states: the same for states of recurrent layers, in slots of their own.
       clock: monotonic time in seconds. read_timeout_s: limit after which a request no longer waits for the disk.
 
     Attributes:
@@ -69,7 +69,9 @@ class KVMemory:
         preempt: str = "auto",
         write: str = "back",
         host_data: np.ndarray | None = None,
+        host_states: np.ndarray | None = None,
         disk: DiskTier | None = None,
+        disk_states: DiskTier | None = None,
         clock: Callable[[], float] = time.perf_counter,
         read_timeout_s: float = 1.0,
     ):
@@ -80,9 +82,10 @@ class KVMemory:
         self._replacement, self._caching = find_replacement_policy(replacement), caching
         self._preempt, self._write, self.clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
         self.listeners: list[CacheListener] = []
-        self._make_tiers(num_blocks, host_data)
+        self.disk_states = disk_states
+        self._make_tiers(num_blocks, host_data, host_states)
 
-    def _make_tiers(self, num_blocks: int, host_data: np.ndarray | None) -> None:
+    def _make_tiers(self, num_blocks: int, host_data: np.ndarray | None, host_states: np.ndarray | None) -> None:
         index, counters, write = self.index, self.counters, self._write
         self.host: HostTier | None = None
         if host_data is not None and len(host_data):
@@ -92,7 +95,7 @@ class KVMemory:
             num_blocks, index, self._replacement, counters, moves=self.moves, host=self.host, write=write
         )
         self.blocks, self.disk_reads, self.swap = self.device.pool, None, None
-        self.states: StateSlots | None = None
+        self.states, self._host_states, self.hosts = None, host_states, [self.host] if self.host else []
         if self.host is not None:
             if self.disk is not None:
                 self.disk_reads = DiskReads(index, self.host, self.disk, self.clock, self._read_timeout_s)
@@ -102,16 +105,17 @@ class KVMemory:
             if tier is not None:
                 tier.listeners = self.listeners
 
-    def reset(self, host_data: np.ndarray | None) -> None:
+    def reset(self, host_data: np.ndarray | None, host_states: np.ndarray | None = None) -> None:
         """Forgets the contents of device and host after a failure that may have left the bookkeeping inconsistent.
 
         Args:
-          host_data: a new array for the host's blocks, because running disk reads still write to the old one.
+          host_data, host_states: new arrays, because running disk reads still write to the old ones.
         """
-        if self.disk is not None:
-            self.disk.reset()
+        for disk in (self.disk, self.disk_states):
+            if disk is not None:
+                disk.reset()
         self.index.clear()
-        self._make_tiers(self.blocks.num_blocks, host_data)
+        self._make_tiers(self.blocks.num_blocks, host_data, host_states)
         for listener in self.listeners:
             listener.cleared()
 
@@ -122,7 +126,9 @@ class KVMemory:
         groups = [*layout.groups, *([layout.states.group] if layout.states else [])]
         if layout.states is not None and self.states is None:
             slots, group = layout.states.num_slots, len(layout.groups)
-            self.states = StateSlots(slots, group, self.index, self._replacement, self.counters)
+            tiers: dict[str, Any] = {"host_data": self._host_states, "disk": self.disk_states, "write": self._write}
+            self.states = StateSlots(slots, group, self.index, self._replacement, self.counters, **tiers)
+            self.hosts += [self.states.host] if self.states.host else []
         self.prefixes.set_layout(layout, self.states)
         self.index.group_keys = [group.key for group in groups]
         for tier in (self.device, self.host):
@@ -136,35 +142,16 @@ class KVMemory:
             self.counters.queried_tokens += num_tokens
         return NO_BLOCKS
 
-    # ------------------------------------------------------------------ around a step
-
     def take_moves(self) -> Moves | None:
         """Returns the copies that the executor must make before it computes; None without any."""
-        moves = self.moves
+        for host in self.hosts:
+            host.moves_taken()
+        moves, states = self.moves, None if self.states is None else self.states.moves
+        if states is not None and states.any:
+            return dataclasses.replace(moves.take(), states=states.take())
         return moves.take() if moves.saves or moves.copies or moves.loads or moves.evictions else None
 
     def commit(self) -> None:
         """Confirms that the moves taken have been made."""
-        if self.host is not None:
-            self.host.moves_made()
-
-    def flush(self) -> Iterator[None]:
-        """Writes cached content to disk in batches of blocks, deepest blocks first.
-
-        Call it while nothing runs and no move is pending; after each yield, the caller makes the moves that it added.
-        """
-        if self.disk is None or self.host is None or self._write == "drop":
-            return
-        nodes = {*self.host.node_of.values(), *self.device.node_of.values()}
-        nodes = [node for node in nodes if node.key not in self.disk]
-        nodes.sort(key=lambda node: (-node.depth, node.key))
-        at_once = min(FLUSHED_AT_ONCE, self.host.pool.num_available)
-        for start in range(0, len(nodes), at_once):
-            for node in nodes[start : start + at_once]:
-                if node.at[HOST] >= 0:
-                    self.host.write_to_disk(node)
-                elif node.is_stored:
-                    self.device.save(node)
-                    self.host.write_to_disk_later(node)
-            yield
-            self.disk.flush()
+        for host in self.hosts:
+            host.moves_made()

@@ -46,7 +46,8 @@ class Moves:
 
     evictions: of earlier steps, in their order. saves: device blocks to host slots; the first num_early[i] of them
     come before eviction i, which may write to their sources. copies: device blocks to device blocks (copy-on-write),
-    all read before any is written. loads: host slots to device blocks.
+    all read before any is written. loads: host slots to device blocks. states: the same of states of recurrent layers,
+    between the slots of device and host; None without any.
     """
 
     saves: np.ndarray
@@ -54,6 +55,12 @@ class Moves:
     loads: np.ndarray
     evictions: Sequence[Evictions] = ()
     num_early: Sequence[int] = ()
+    states: Moves | None = None
+
+    @property
+    def num_moved(self) -> int:
+        """Number of blocks and states that are copied."""
+        return len(self.saves) + len(self.copies) + len(self.loads) + (self.states.num_moved if self.states else 0)
 
 
 class PendingMoves:
@@ -71,6 +78,11 @@ class PendingMoves:
         self.loads: dict[int, int] = {}
         self.evictions: list[Evictions] = []
         self._counters = counters
+
+    @property
+    def any(self) -> bool:
+        """True if a move is pending."""
+        return bool(self.saves or self.copies or self.loads or self.evictions)
 
     @property
     def all_saves(self) -> list[dict[int, int]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.state import Origin
 from ksana_jax.kv.tier import DEVICE, HOST
@@ -43,7 +44,7 @@ def memory_owners(memory: KVMemory) -> Iterator[Owner]:
     if memory.host is not None:
         yield Owner("", 0, "moves", HOST, np.array(memory.host.in_moves, np.int32))
         if memory.disk_reads is not None:
-            yield Owner("", 0, "reads", HOST, memory.disk_reads.late)
+            yield Owner("", 0, "reads", HOST, memory.disk_reads.late(memory.host))
 
 
 def moving_blocks(memory: KVMemory, level: int) -> set[int]:
@@ -67,7 +68,20 @@ def check_memory(memory: KVMemory, owned: Iterable[np.ndarray], swapped: Iterabl
     memory.device.check()
     memory.index.check()
     if memory.host is not None:
-        own = (owner.ids for owner in memory_owners(memory))
-        reserved = () if memory.disk_reads is None else memory.disk_reads.all_reserved()
-        memory.host.pool.check([*own, *reserved, *swapped])
-        memory.host.check()
+        _check_host(memory, memory.host, swapped)
+
+
+def check_states(memory: KVMemory, owned: Iterable[np.ndarray], swapped: Iterable[np.ndarray] = ()) -> None:
+    """Checks the slots for states likewise; see `check_memory`."""
+    assert memory.states is not None
+    memory.states.pool.check(owned)
+    memory.states.check()
+    if memory.states.host is not None:
+        _check_host(memory, memory.states.host, swapped)
+
+
+def _check_host(memory: KVMemory, host: HostTier, swapped: Iterable[np.ndarray]) -> None:
+    reads, own = memory.disk_reads, [np.array(host.in_moves, np.int32)]
+    own += [] if reads is None else [reads.late(host), *reads.all_reserved(host)]
+    host.pool.check([*own, *swapped])
+    host.check()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.core.patterns import FULL
+from ksana_jax.core.patterns import FAR, FULL
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk_reads import DiskReads
@@ -92,6 +92,8 @@ class PrefixCache:
           states: slots of recurrent layers; None without any.
         """
         self.visible, self._states = [group.live for group in layout.groups], states
+        if self._disk_reads is not None:
+            self._disk_reads.states = states
         if states is not None:
             self.visible.append(LIVE)
         schedule = layout.eviction if self.enabled else None
@@ -148,7 +150,7 @@ class PrefixCache:
         hit.num_states = size * max((node.depth + 1 for node in states if node.is_stored), default=0)
         if num_blocks:
             hit.state = states[num_blocks - 1]
-            self._states.share(hit.state.at[DEVICE])
+            self._states.pin(hit.state)
 
     def pin_found(self, hit: Hit) -> None:
         """Pins the nodes of a hit where they are, and counts those to load."""
@@ -199,8 +201,8 @@ class PrefixCache:
             return []
         there = []
         for group, nodes in enumerate(found):
-            have = [node.is_stored or reads.has(node.key) for node in nodes]
-            while len(have) < limit and reads.has(self.link(state, token_ids, group, len(have)).key):
+            have = [node.is_stored or reads.has(node.key, group) for node in nodes]
+            while len(have) < limit and reads.has(self.link(state, token_ids, group, len(have)).key, group):
                 have.append(True)
             there.append(np.array(have, bool))
         count = self.usable(there)
@@ -256,7 +258,7 @@ class PrefixCache:
             self._host.release(on_host)
         if hit.state is not None:
             assert self._states is not None
-            self._states.give_back(hit.state.at[DEVICE])
+            self._states.unpin(hit.state)
 
     def claim(self, state: KVState, hit: Hit, token_ids: np.ndarray) -> HeldBlocks:
         """Turns a pinned hit into device blocks, loading those on the host; the caller has made sure of room for them.
@@ -270,6 +272,8 @@ class PrefixCache:
         ]
         if state.num_cached_tokens is None:
             state.num_cached_tokens = hit.num_tokens
+            if self._states is not None:
+                state.reach = hit.num_keys, hit.num_states
             self._count(len(token_ids), hit, origins)
             if self.reporter is not None:
                 state.prefix_report = self.reporter.explain(state, token_ids, hit, origins)
@@ -288,13 +292,15 @@ class PrefixCache:
         ids = np.array([node.at[DEVICE] for node in hit.nodes], np.int32)
         groups = np.array([node.group for node in hit.nodes], np.intp)
         starts, by_origin = np.array(hit.starts, np.int32), np.array(origins, np.uint8)
-        return HeldBlocks(ids, starts, groups, hit.num_tokens, by_origin, hit.num_evicted)
+        slot = FAR if hit.state is None or self._states is None else self._states.claim(hit.state)
+        return HeldBlocks(ids, starts, groups, hit.num_tokens, by_origin, hit.num_evicted, slot)
 
     def _count(self, num_tokens: int, hit: Hit, origins: list[Origin]) -> None:
         c = self._counters
         c.queried_tokens += num_tokens
         c.hit_tokens += hit.num_tokens
         c.key_tokens += max(hit.num_tokens, hit.num_keys)
+        c.state_tokens += hit.num_states
         c.hits_device += origins.count(Origin.HIT_DEVICE)
         c.hits_host += origins.count(Origin.HIT_HOST)
         c.hits_disk += origins.count(Origin.HIT_DISK)

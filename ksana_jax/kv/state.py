@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.core.patterns import FAR
 from ksana_jax.core.prefix_report import PrefixReport
 from ksana_jax.kv.prefix_index import Link
 from ksana_jax.kv.tier import Node
@@ -36,7 +37,8 @@ _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
 
 class HeldBlocks(NamedTuple):
     """Blocks of one sequence: their ids, the cache positions where they begin, their groups of layers, the number
-    of its computed tokens, the `Origin` of each block or all, and the evicted tokens of each group [Gk] or all."""
+    of its computed tokens, the `Origin` of each block or all, the evicted tokens of each group [Gk] or all, and the
+    slot of the state of recurrent layers after the computed tokens; FAR for none."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -44,6 +46,7 @@ class HeldBlocks(NamedTuple):
     num_computed: int
     origins: np.ndarray | Origin = Origin.COMPUTED
     num_evicted: np.ndarray | int = 0
+    state: int = FAR
 
     @property
     def num_cached(self) -> np.ndarray | int:
@@ -79,6 +82,7 @@ class KVState:
       cacheable: True if more blocks may be added to the prefix index. has_read: True once it has looked for blocks on
         disk. read: the blocks that it has read from there.
       num_cached_tokens: tokens that it reused when it first ran; prefix_report: why no more. None before that.
+      reach: with recurrent layers, how many tokens' keys and values were cached, and after how many the last state.
     """
 
     salt: str = ""
@@ -94,6 +98,7 @@ class KVState:
     has_read: bool = False
     read: set[Node] = dataclasses.field(default_factory=set)
     num_cached_tokens: int | None = None
+    reach: tuple[int, int] | None = None
     prefix_report: PrefixReport | None = None
 
     @property

@@ -6,37 +6,24 @@ slots would make blocks of hundreds of tokens.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
-
-import numpy as np
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.kv.groups import KVGroup
+from ksana_jax.kv.leaf import Leaf
 from ksana_jax.kv.visible_range import VisibleRange
 
 # A token reads the state after the one before it: of all blocks, later tokens need the one where the text ends.
 LIVE = VisibleRange(window=2, num_sinks=0, globals_every=())
-
-
-class StateLeaf(NamedTuple):
-    """One array of the pool of slots: [slots, *shape]. dtype is NumPy's name of its elements' type."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in one slot."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+# Slots for each row without a prefix cache, by default: forks and beams share states with their parents.
+SLOTS_PER_ROW = 2
 
 
 class StateLayout(NamedTuple):
     """Describes the slots: the layers whose states they hold, the arrays, and the number of slots."""
 
     layers: tuple[int, ...]
-    leaves: tuple[StateLeaf, ...]
+    leaves: tuple[Leaf, ...]
     num_slots: int
 
     @property
@@ -59,7 +46,6 @@ def state_layout(model: ModelConfig, dtype: str, num_slots: int) -> StateLayout 
     if (spec := model.recurrent) is None:
         return None
     leaves = [
-        StateLeaf(name, (len(spec.layers), *shape), own or dtype)
-        for name, (shape, own) in spec.state(model.d_model).items()
+        Leaf(name, (len(spec.layers), *shape), own or dtype) for name, (shape, own) in spec.state(model.d_model).items()
     ]
     return StateLayout(spec.layers, tuple(leaves), num_slots)

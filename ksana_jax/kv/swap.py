@@ -29,7 +29,7 @@ class Costs:
         """
         # Evictions move tokens within blocks, and take time that says nothing about a block.
         if moves is not None and move_s and not moves.evictions:
-            self._block_s.append(move_s / (len(moves.saves) + len(moves.copies) + len(moves.loads)))
+            self._block_s.append(move_s / moves.num_moved)
         if num_tokens and (moves is None or move_s):
             self._token_s.append((step_s - move_s) / num_tokens)
 

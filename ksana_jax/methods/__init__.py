@@ -24,6 +24,7 @@ EXTENSION_POINTS = (
     ExtensionPoint("kv_cache_dtype", "Codec", "ksana_jax.kv.codecs.registry:CODECS"),
     ExtensionPoint("kv_cache_dtype", "BlockCodec", "ksana_jax.kv.codecs.registry:BLOCK_CODECS"),
     ExtensionPoint("prefix_replacement", "ReplacementPolicy", "ksana_jax.kv.replacement:REPLACEMENT_POLICIES"),
+    ExtensionPoint("state_snapshots", "SnapshotPolicy", "ksana_jax.kv.state_snapshots:STATE_SNAPSHOTS"),
     ExtensionPoint("policy", "SchedulingPolicy", "ksana_jax.scheduler.policies:SCHEDULING_POLICIES"),
     ExtensionPoint("speculative_config", "SpeculativeMethod", "ksana_jax.scheduler.speculative:PROPOSERS"),
     ExtensionPoint("policy of ksana route", "Policy", "ksana_jax.serve.router.policies:POLICIES"),

@@ -39,8 +39,10 @@ class BlockMover:
       staging: memory that blocks cross between device and host: "pinned_host", from which a device copies
         without the processor, "none", or "auto" (`devices.capabilities`).
       placement: of the pool. Blocks on the host store each kv head once, however many devices have it.
+      num_states: slots of the host for states of recurrent layers.
 
     Attributes:
+      states: moves the slots of recurrent layers, as blocks of a pool of their own; None without any.
       host_blocks: [num_slots, block_bytes] uint8; each has the leaves one after the other, see `KVLayout.split`.
 
     Raises:
@@ -54,11 +56,17 @@ class BlockMover:
         num_slots: int,
         staging: str = "auto",
         placement: Placement = ONE_DEVICE,
+        num_states: int = 0,
     ):
+        self.states: BlockMover | None = None
+        if layout.states is not None and (slots := layout.of_states) is not None:
+            self.states = BlockMover(slots, layout.states.num_slots, num_states, staging)
         self._placement, self._pool_layout = placement, placement.pool_layout(layout)
         self._layout, self._num_blocks, self._num_slots = placement.host_layout(layout), num_blocks, num_slots
-        here = self._pool_layout.num_kv_heads * placement.num_local // placement.num_devices
-        self._repeats = here // self._layout.num_kv_heads
+        self._repeats = 1
+        if placement.num_devices > 1:
+            here = self._pool_layout.num_kv_heads * placement.num_local // placement.num_devices
+            self._repeats = here // self._layout.num_kv_heads
         self.reset()
         self._pool = jax.eval_shape(functools.partial(make_cache, self._pool_layout, num_blocks))
         self._compiled: dict[Any, Callable] = {}
@@ -77,13 +85,18 @@ class BlockMover:
         """Reallocates the host's blocks; late writes to the old ones do no harm."""
         self.host_blocks = np.zeros((self._num_slots, self._layout.block_bytes), np.uint8)
         self._host = self._layout.split(self.host_blocks)
+        if self.states is not None:
+            self.states.reset()
+            self._host |= self.states._host  # of leaves with other names
 
     @property
     def num_compilations(self) -> int:
-        return len(self._compiled)
+        return len(self._compiled) + (0 if self.states is None else self.states.num_compilations)
 
     def warm_up(self) -> None:
         """Compiles the functions that any moves can need."""
+        if self.states is not None:
+            self.states.warm_up()
         for size in SIZES:
             for function in (self._copy, self._gather, self._scatter):
                 function(size)
@@ -112,6 +125,9 @@ class BlockMover:
             self._num_timed += 1
             jax.block_until_ready(cache)
         began = time.perf_counter()
+        if moves.states is not None and self.states is not None:
+            slots, of_states, _ = self.states.start(states_of(cache), moves.states)
+            cache, early = with_states(cache, slots), [*of_states, *early]
         saved = [*early, *self.save(cache, moves.saves[num_saved:])]
         copies = _pieces(moves.copies)
         # With several pieces, all are read before one is written.
@@ -123,7 +139,7 @@ class BlockMover:
         if len(moves.loads) and set(moves.loads[:, 0].tolist()) & set(moves.saves[:, 1].tolist()):
             self.finish(saved)
             saved = []
-        cache = self._load(cache, moves.loads, self._host)
+        cache = self._load(cache, moves.loads)
         if timed:
             jax.block_until_ready([cache, saved])
             self.finish(saved)
@@ -146,14 +162,26 @@ class BlockMover:
         """Returns the pool with the bytes [n, block_bytes] of blocks at ids [n]."""
         return self._load(cache, _in_order(ids), self._layout.split(blocks))
 
+    def read_states(self, cache: KVCache, slots: np.ndarray) -> np.ndarray:
+        """Returns the bytes of states: [n, slot_bytes] uint8; see `read`."""
+        assert self.states is not None
+        return self.states.read(states_of(cache), slots)
+
+    def write_states(self, cache: KVCache, slots: np.ndarray, states: np.ndarray) -> KVCache:
+        """Returns the pool with the bytes [n, slot_bytes] of states at slots [n]."""
+        assert self.states is not None
+        return with_states(cache, self.states.write(states_of(cache), slots, states))
+
     def _finish(self, saved: list[Saved], host: dict[str, np.ndarray]) -> None:
         for slots, data in saved:
             for name, leaf in data.leaves.items():
                 heads = self._placement.to_host(leaf)
-                host[name][slots] = heads[: len(slots), :, :, :: self._repeats]
+                heads = heads if self._repeats == 1 else heads[:, :, :, :: self._repeats]
+                host[name][slots] = heads[: len(slots)]
 
-    def _load(self, cache: KVCache, loads: np.ndarray, host: dict[str, np.ndarray]) -> KVCache:
+    def _load(self, cache: KVCache, loads: np.ndarray, host: dict[str, np.ndarray] | None = None) -> KVCache:
         """Returns the pool with blocks of the host, given pairs [n, 2] of slots and device blocks."""
+        host = host or {leaf.name: self._host[leaf.name] for leaf in self._layout.leaves}
         for slots, ids in _pieces(loads):
             data = self._blocks({name: leaf[slots] for name, leaf in host.items()})
             cache = self._scatter(len(slots))(cache, self._targets(ids, len(slots)), data)
@@ -202,6 +230,16 @@ class BlockMover:
 def lower_move(*arguments: Any, run: Callable, placement: Placement, donated: int | None) -> Any:
     """Lowers a function of a pool that returns a pool. arguments: of the function. donated: index of one of them."""
     return lower(placement.jit(run, returns=BY_HEAD, donated=donated), *arguments)
+
+
+def states_of(cache: KVCache) -> KVCache:
+    """Returns the slots of recurrent layers as blocks, see `KVLayout.of_states`."""
+    return KVCache(cache.states, cache.codec)
+
+
+def with_states(cache: KVCache, slots: KVCache) -> KVCache:
+    """Returns the pool with other slots."""
+    return cache.replace(states=slots.leaves)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _gathered(cache: KVCache, ids: jax.Array) -> KVCache:

@@ -80,7 +80,7 @@ class ModelPrograms:
       layout, num_blocks: of the pool; one device's layout.
       max_model_len: longest sequence; some kinds of rope depend on it.
       max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
-      num_host_blocks: blocks of host memory.
+      num_host_blocks, num_host_states: blocks, and slots for states of recurrent layers, of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       settings: names of implementations of operators; "auto" takes the first that serves.
       consume_params: weights may be deleted once they are packed or joined, see `LinearImplementation.weights`.
@@ -104,6 +104,7 @@ class ModelPrograms:
         max_model_len: int,
         max_repositioned_sinks: int,
         num_host_blocks: int = 0,
+        num_host_states: int = 0,
         embedding_device: str = "device",
         settings: OperatorSettings = AUTO,
         numerics: str = "fast",
@@ -134,7 +135,7 @@ class ModelPrograms:
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         staging = "none" if planned else "auto"
-        self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging=staging, placement=placement)
+        self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging, placement, num_host_states)
         evictor = functools.partial(
             Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes, placement
         )

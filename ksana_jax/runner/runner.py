@@ -40,6 +40,10 @@ class Runner(ModelPrograms):
         """The host's blocks; see `step.executor.Executor`."""
         return self.mover.host_blocks
 
+    @property
+    def host_states(self) -> np.ndarray | None:
+        return self.mover.states and self.mover.states.host_blocks
+
     def reset(self) -> None:
         """Reallocates the pool and the host's blocks; see `step.executor.Executor`."""
         num_blocks = self.cache.num_blocks

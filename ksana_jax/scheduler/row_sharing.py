@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.state import HeldBlocks, Origin
 from ksana_jax.scheduler.row_blocks import RowBlocks
 
@@ -34,4 +35,7 @@ def swap_out(blocks: RowBlocks, row: int) -> HeldBlocks | None:
     filled = before(blocks, row, int(r.num_computed[row]))
     if not filled.num_computed or not swap.is_better(len(filled.ids), filled.num_computed):
         return None
-    return filled._replace(ids=swap.move_out(filled.ids), origins=Origin.SWAPPED)
+    state = FAR
+    if (states := blocks.memory.states) is not None and (state := states.swap_out(int(r.state_from[row]))) is None:
+        return None
+    return filled._replace(ids=swap.move_out(filled.ids), origins=Origin.SWAPPED, state=state)

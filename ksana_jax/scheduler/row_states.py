@@ -6,22 +6,26 @@ another slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.core.request import FinishReason
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import check_states
+from ksana_jax.kv.prefix_cache import Hit
+from ksana_jax.kv.state import KVState
 from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.kv.state_snapshots.base import SnapshotPolicy
-from ksana_jax.kv.tier import Node
+from ksana_jax.kv.tier import DEVICE
 from ksana_jax.scheduler.sequence import Rows
 
 
 class RowStates:
     """Fills `Rows.state_from` and `Rows.state_to`.
 
-    A row owns both of its slots. There are always two left for each free row (`num_slots`): snapshots are taken only
-    while others are left.
+    A row owns both of its slots. Snapshots and forks are made only while two are left for each free row.
 
     Args:
       policy: decides where snapshots are taken; None takes none.
@@ -34,7 +38,9 @@ class RowStates:
 
     def __init__(self, rows: Rows, memory: KVMemory, slots: StateSlots, policy: SnapshotPolicy | None):
         self._rows, self._slots, self._policy = rows, slots, policy
-        self._prefixes, self._size = memory.prefixes, memory.block_size
+        self._memory, self._prefixes, self._size = memory, memory.prefixes, memory.block_size
+        self._cache_at = np.full(len(rows.seqs), FAR, np.int32)  # computed tokens after which the next state is cached
+        self._for_forks: dict[int, int] = {}  # slots of states before the last tokens of prompts
         self._pending: dict[int, list[tuple[int, int]]] = {}  # tokens and slot of snapshots, until tokens are known
 
     @property
@@ -42,15 +48,22 @@ class RowStates:
         """True if a slot is left besides those for free rows."""
         return bool(self._slots.pool.num_available > 2 * np.count_nonzero(~self._rows.alive))
 
-    def place(self, row: int, node: Node | None) -> None:
+    def fits(self, hit: Hit | None) -> bool:
+        """True if there are slots for a sequence that starts; hit: its cached prefix, pinned."""
+        loads = hit is not None and hit.state is not None and hit.state.at[DEVICE] < 0
+        return self._slots.pool.num_available > loads
+
+    def place(self, row: int, slot: int) -> None:
         """Gives a sequence that starts its slots.
 
         Args:
-          node: a pinned snapshot that it begins with; None for no state.
+          slot: of the state that it begins with, which the row owns from now on; FAR for no state.
         """
         r = self._rows
-        r.state_from[row] = FAR if node is None else self._slots.claim(node)
-        r.state_to[row] = self._slots.take()
+        r.state_from[row] = r.state_to[row] = slot
+        if slot == FAR or self._slots.is_shared(np.array([slot]))[0]:
+            r.state_to[row] = self._slots.take()
+        self._hold(row)
         self._plan(row)
         self._expect(row)
 
@@ -61,14 +74,50 @@ class RowStates:
         done = int(r.num_computed[row]) // size
         policy = self._policy if self._prefixes.enabled else None
         at = None if policy is None else policy.next_block(done, num_prompt)
-        r.snapshot_at[row] = FAR if at is None or at <= done else at * size
+        self._cache_at[row] = FAR if at is None or at <= done else at * size
+        last = seq.num_prompt - 1
+        r.snapshot_at[row] = min(self._cache_at[row], last if seq.forks and r.num_computed[row] < last else FAR)
+
+    def share(self, row: int, num_tokens: int) -> int | None:
+        """Adds an owner to a row's state after some tokens, to which the row then writes no more: all that it has
+        computed, or all but the last of a prompt for which others wait.
+
+        Returns:
+          The slot, FAR for no tokens; None if that state is gone, or no other slot is left for the row.
+        """
+        r = self._rows
+        if not num_tokens:
+            return FAR
+        slot = self._for_forks.get(row)
+        if num_tokens == r.num_computed[row]:
+            slot = int(r.state_from[row])
+            if r.state_to[row] == slot:
+                if not self._has_spare:
+                    return None
+                r.state_to[row] = self._slots.take()
+        if slot is not None:
+            self._slots.share(slot)
+        return slot
+
+    def _hold(self, row: int) -> None:
+        """Keeps the state before the last token of a prompt for the sequences that will fork there."""
+        r, seq = self._rows, self._rows.seqs[row]
+        assert seq is not None
+        if seq.forks and 0 < (count := int(r.num_computed[row])) == seq.num_prompt - 1:
+            if (slot := self.share(row, count)) is not None:
+                self._for_forks[row] = slot
+
+    def end_forks(self, row: int) -> None:
+        """Releases the state that was kept for forks."""
+        if (slot := self._for_forks.pop(row, None)) is not None:
+            self._slots.give_back(slot)
 
     def _expect(self, row: int) -> None:
         """Lets other prompts wait for the next snapshot of a row, if its tokens are known."""
         r, seq = self._rows, self._rows.seqs[row]
         assert seq is not None
-        if r.snapshot_at[row] < seq.num_prompt:
-            self._prefixes.expect_state(seq.kv, r.token_ids[row], int(r.snapshot_at[row]) // self._size)
+        if self._cache_at[row] < seq.num_prompt:
+            self._prefixes.expect_state(seq.kv, r.token_ids[row], int(self._cache_at[row]) // self._size)
         else:
             self._prefixes.expect_no_more(seq.kv)
 
@@ -81,13 +130,12 @@ class RowStates:
                 self._slots.give_back(slot)
         r.state_from[rows] = r.state_to[rows]
         for row in rows[r.num_computed[rows] == r.snapshot_at[rows]].tolist():
-            spare, slot = self._has_spare, int(r.state_to[row])
-            if spare:
-                self._slots.share(slot)
-                self._pending.setdefault(row, []).append((int(r.num_computed[row]), slot))
-                r.state_to[row] = self._slots.take()
+            count, slot = int(r.num_computed[row]), None
+            if count == self._cache_at[row] and (slot := self.share(row, count)) is not None:
+                self._pending.setdefault(row, []).append((count, slot))
+            self._hold(row)
             self._plan(row)
-            if not spare:
+            if slot is None:
                 self._expect(row)
 
     def index(self) -> None:
@@ -103,7 +151,7 @@ class RowStates:
                 waits.append((num_tokens, slot))
                 continue
             if seq.kv.cacheable:
-                self._slots.keep(seq.kv, r.token_ids[row], num_tokens, slot)
+                self._slots.cache(seq.kv, r.token_ids[row], num_tokens, slot)
             self._slots.give_back(slot)
         if waits:
             self._pending[row] = waits
@@ -121,10 +169,11 @@ class RowStates:
             held = {int(r.state_from[row]), int(r.state_to[row])} - {FAR}
             for slot in [*held, *(slot for _, slot in self._pending.pop(row, []))]:
                 self._slots.give_back(slot)
+            self.end_forks(row)
             r.state_from[row] = r.state_to[row] = FAR
 
-    def check(self) -> None:
-        """Checks the slots that rows own against the pool's counts.
+    def check(self, waiting: Sequence[KVState]) -> None:
+        """Checks the slots that rows and waiting sequences own against the pool's counts.
 
         Raises:
           AssertionError: they disagree, see `BlockManager.check` and `Tier.check`.
@@ -133,6 +182,6 @@ class RowStates:
         pairs = zip(r.state_from[r.alive].tolist(), r.state_to[r.alive].tolist(), strict=True)
         held = [slot for pair in pairs for slot in {*pair} - {FAR}]
         held += [slot for found in self._pending.values() for _, slot in found]
-        self._slots.pool.check([np.array(held, np.int32)])
-        self._slots.check()
-        assert self._slots.pool.num_available >= np.count_nonzero(~r.alive)
+        held += [*self._for_forks.values(), *(kv.shared.state for kv in waiting if kv.shared if kv.shared.state != FAR)]
+        swapped = [np.array([kv.swapped.state], np.int32) for kv in waiting if kv.swapped]
+        check_states(self._memory, [np.array(held, np.int32)], swapped)

@@ -80,9 +80,9 @@ class Scheduler:
         self._unsettled: list[ScheduledBatch] = []  # steps that are scheduled
         self.set_layout(layout, scope)
 
-    def reset(self, layout: KVLayout, scope: Scope, host_data: np.ndarray | None) -> None:
+    def reset(self, layout: KVLayout, scope: Scope, *host: np.ndarray | None) -> None:
         """Drops all sequences and blocks after a failure that may have left them inconsistent; see `KVMemory.reset`."""
-        self.memory.reset(host_data)
+        self.memory.reset(*host)
         if self.speculation is not None:
             self.speculation.end_all(self.rows)
         self._make_books(layout, scope)
@@ -119,8 +119,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting) or len(self.order) > 0
 
-    # ------------------------------------------------------------------ sequences come and go
-
     def add(self, seq: Sequence) -> None:
         """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
         self.queue.add(seq)
@@ -136,8 +134,6 @@ class Scheduler:
             self.queue.remove(seq)
         for fork in self.queue.pop_forks(seq):
             self.queue.add(fork)
-
-    # ------------------------------------------------------------------ before a step
 
     def schedule(self) -> ScheduledBatch | None:
         """Chooses the tokens of the next step and takes blocks for them; None when there is nothing to compute: no
@@ -244,8 +240,6 @@ class Scheduler:
         self.num_preemptions += 1
         self.queue.add(seq)
 
-    # ------------------------------------------------------------------ after a step
-
     def advance(self, batch: ScheduledBatch) -> None:
         """Records, once, facts of a step known before its tokens: its number of tokens, the blocks that it frees."""
         if batch.advanced:
@@ -308,7 +302,7 @@ class Scheduler:
         if self.states is not None:
             self.states.index()
         if self.queue.leaders:
-            fork_prompts(self.queue, self.row_blocks, self.eviction, sampled)
+            fork_prompts(self.queue, self.row_blocks, self.eviction, self.states, sampled)
         if self.row_blocks.windowed:
             return_invisible(self.row_blocks, rows)
         batch.live_blocks = self.blocks.num_used - self.row_blocks.num_ahead
@@ -372,6 +366,6 @@ class Scheduler:
         owned = [self.rows.block_ids(row) for row in order] + [kv.shared.ids for kv in waiting if kv.shared]
         check_memory(self.memory, owned, [kv.swapped.ids for kv in waiting if kv.swapped])
         if self.states is not None:
-            self.states.check()
+            self.states.check(waiting)
         self.running.check(self.rows.alive)
         check_row_blocks(self.row_blocks, self.layout, self.blocks, order)

@@ -78,6 +78,8 @@ class WaitingQueue:
         if kv.swapped is not None:
             assert self._memory.swap is not None
             self._memory.swap.discard(kv.swapped.ids)
+        if self._memory.states is not None:
+            self._memory.states.take_away(kv)
         kv.shared = kv.swapped = None
         kv.num_indexed = 0
         kv.nodes.clear()
@@ -182,7 +184,7 @@ class Admission:
         # A preempted one starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else budget.most(left)
         allocated = held.allocated_until(size) if held else hit.allocated_until(size) if hit else 0
-        num_groups = len(self.layout.groups)
+        layout, states, num_groups = self.layout, self.states, len(self.layout.groups)
 
         def first_blocks() -> int:
             """Returns the number of blocks that the first token needs."""
@@ -191,11 +193,12 @@ class Admission:
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork continues with its parent's blocks: it waits for no reserve.
         room = self.memory.blocks.num_available - (0 if kv.shared else reserve)
-        if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room:
+        fits = first_blocks() + more <= room or layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room
+        if fits and (states is None or states.fits(hit)):
             return True
         if not alone:
             return False
-        while first_blocks() > self.memory.blocks.num_available:
+        while first_blocks() > self.memory.blocks.num_available or not (states is None or states.fits(hit)):
             if not self.queue.reclaim_shared(seq):
                 return False
         return True
@@ -228,6 +231,8 @@ class Admission:
         elif kv.swapped:
             assert self.memory.swap is not None
             held = kv.swapped._replace(ids=self.memory.swap.move_in(kv.swapped.ids))
+            if self.memory.states is not None:
+                held = held._replace(state=self.memory.states.swap_in(held.state))
         elif kv.shared:
             held = kv.shared
         else:
@@ -242,5 +247,5 @@ class Admission:
         if self.eviction is not None and self.eviction.snapshots is not None:
             self.eviction.snapshots.plan(row)
         if self.states is not None:
-            self.states.place(row, hit.state if hit else None)
+            self.states.place(row, held.state)
         return row

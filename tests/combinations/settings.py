@@ -16,6 +16,7 @@ import numpy as np
 
 from ksana_jax import LLM, SamplingParams, Steering
 from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.recurrent import RecurrentSpec, ShortConvSpec
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.codecs.registry import CODECS
@@ -24,7 +25,7 @@ from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.loading.export import export_hf
 from ksana_jax.methods.presets import PatternLike, read_patterns
-from ksana_jax.models.params import OF_KEYS_AND_VALUES
+from ksana_jax.models.params import OF_KEYS_AND_VALUES, init_params
 from ksana_jax.scheduler.speculative import PROPOSERS, draft_lengths, draws_trees
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.ladders import make_buckets
@@ -54,7 +55,8 @@ class Setting:
 
     kind: settings of one kind exclude each other. engine: fields of `EngineConfig`. pattern: of the layers.
     params: of `SamplingParams`. keeps: whether tokens are promised to be those without it. repeats: whether tokens are
-    promised to be the same whatever else is served. layers: that the model needs for it. kv_layers: of the model.
+    promised to be the same whatever else is served. layers: that the model needs for it. kv_layers, recurrent: of the
+    model.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Setting:
     repeats: bool = True
     layers: int = 1
     kv_layers: tuple[int, ...] | None = None
+    recurrent: RecurrentSpec | None = None
 
 
 def _evicts(method: str, name: str = "", num_layers: int = 1, **given: Any) -> Setting:
@@ -131,6 +134,7 @@ _ALL = [
     _sees("window and full", [{"window": 18}, "full"], 2),
     _sees("full heads", {"window": 18, "full_heads": [[1], [0]]}, 2),
     Setting("kv_layers", "model", layers=2, kv_layers=(0, 0)),
+    Setting("recurrent layers", "model", layers=2, recurrent=ShortConvSpec((1,))),
     Setting("enable_prefix_caching", "cache", CACHE, keeps=True),
     Setting("host tier", "cache", CACHE | HOST, keeps=True),
     Setting("disk tier", "cache", CACHE | HOST | {"disk_cache_dir": FOLDER}, keeps=True),
@@ -170,9 +174,13 @@ class OneShape(Buckets):
         return super().shape(max(num_decodes, 1), list(counts) or [1], width, shares)
 
 
-def of_layers(num_layers: int, made, kv_layers: tuple[int, ...] | None = None):
-    """The first layers of a configuration and its weights, some of which may read another layer's keys and values."""
+def of_layers(num_layers: int, made, kv_layers: tuple[int, ...] | None = None, recurrent: RecurrentSpec | None = None):
+    """The first layers of a configuration and its weights, some of which may read another layer's keys and values, or
+    be recurrent."""
     config, weights = made
+    if recurrent is not None:
+        config = dataclasses.replace(config.first_layers(num_layers), recurrent=recurrent).validate()
+        return config, init_params(config, seed=3, std=0.5)
     config = dataclasses.replace(config.first_layers(num_layers), kv_layers=kv_layers).validate()
     layers = [
         weights.layers[n] if spec.attention.own_kv else weights.layers[n].replace(**dict.fromkeys(OF_KEYS_AND_VALUES))
@@ -250,7 +258,8 @@ class Engines:
     def _make(self, settings: Sequence[Setting], asked: SamplingParams, num_layers: int) -> LLM:
         given = functools.reduce(operator.or_, (s.engine for s in settings), {})
         kv_layers = next((s.kv_layers for s in settings if s.kv_layers), None)
-        model_config, weights = of_layers(num_layers, model(), kv_layers)
+        recurrent = next((s.recurrent for s in settings if s.recurrent), None)
+        model_config, weights = of_layers(num_layers, model(), kv_layers, recurrent)
         patterns = read_patterns(next((s.pattern for s in settings if s.pattern), "full"), model_config)
         config = engine_config(STEPS | self._with_folders(given, num_layers)).for_model(model_config, patterns)
         layout = make_layout(model_config, patterns, config)
@@ -266,7 +275,18 @@ class Engines:
         kind = Buckets if config.num_scheduler_steps > 1 or config.speculative_config else OneShape
         groups = tuple(group.layers for group in layout.groups)
         programs = self._programs[
-            repr((num_layers, kv_layers, layout.leaves, groups, config.kv_dtype, config.kv_eviction, _compiled(config)))
+            repr(
+                (
+                    num_layers,
+                    kv_layers,
+                    layout.states,
+                    layout.leaves,
+                    groups,
+                    config.kv_dtype,
+                    config.kv_eviction,
+                    _compiled(config),
+                )
+            )
         ]
         return LLM.around(
             build_engine(

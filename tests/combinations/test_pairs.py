@@ -24,6 +24,7 @@ SAMPLE = {("kv_eviction h2o", "preempt auto")} | {
 SAMPLE |= {
     (name, "structured_outputs") for name in ("speculative_config jacobi", "num_scheduler_steps", "preempt swap")
 }
+SAMPLE |= {("recurrent layers", name) for name in ("host tier", "preempt swap", "n", "numerics invariant")}
 
 
 @pytest.fixture(scope="module")

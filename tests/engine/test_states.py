@@ -1,6 +1,10 @@
 """Models with recurrent layers in the engine: chunks, batches, prefix cache, preemption, and what is refused."""
 
+import contextlib
 import functools
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +12,6 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.activations import activations
-from ksana_jax.engine.sessions import SessionError
 from tests import machine
 from tests.golden.cases import golden_case
 
@@ -130,10 +133,28 @@ def test_prompts_that_come_together_compute_their_prefix_once(caching):
     assert [output.num_cached_tokens for output in outputs] == [0, 56, 60]
 
 
-def test_completions_of_one_prompt_get_their_own_states():
+def test_completions_of_one_prompt_share_its_state():
     params = SamplingParams(temperature=0, n=3, max_tokens=16, detokenize=False)
-    [output] = engine().generate([PROMPTS[3]], params, use_tqdm=False)
-    assert [tuple(one.token_ids) for one in output.outputs] == 3 * [alone()[3][0]]
+    for prompt, expected in zip(PROMPTS, alone(), strict=True):
+        [output] = engine().generate([prompt], params, use_tqdm=False)
+        assert [tuple(one.token_ids) for one in output.outputs] == 3 * [expected[0]]
+        assert output.metrics.num_blocks_by_origin["shared"] == 2 * -(
+            -(len(prompt) - 1) // 4
+        )  # nothing is computed twice
+
+
+def test_beams_share_states():
+    params = SamplingParams(beam_width=3, n=3, max_tokens=12, detokenize=False)
+    few = {"state_snapshots": {"method": "every", "num_slots": 4}}
+    again = LLM(str(CASE.model_dir), **SMALL | few)  # none left to share: texts are computed again
+    for settings in ({}, {"enable_prefix_caching": True}):
+        found, expected = (llm.generate(PROMPTS[:4], params, use_tqdm=False) for llm in (engine(**settings), again))
+        for one, other in zip(found, expected, strict=True):
+            assert [beam.token_ids for beam in one.outputs] == [beam.token_ids for beam in other.outputs]
+            np.testing.assert_allclose(
+                *([beam.cumulative_logprob for beam in o.outputs] for o in (one, other)), atol=1e-4
+            )
+            assert one.metrics.num_blocks_by_origin["shared"] and "shared" not in other.metrics.num_blocks_by_origin
 
 
 def test_a_report_tells_how_far_keys_and_how_far_states_reach(caching):
@@ -143,21 +164,81 @@ def test_a_report_tells_how_far_keys_and_how_far_states_reach(caching):
     report = output.prefix_report
     assert (report.cause, report.num_cached, report.num_known, report.num_states) == ("state", 0, 28, 0)
     assert "keys and values of 28 are cached" in str(report)
+    assert (output.metrics.num_cached_keys, output.metrics.num_cached_states) == (28, 0)
+    [output] = caching.generate([text[:41]], GREEDY, use_tqdm=False)
+    assert (output.num_cached_tokens, output.metrics.num_cached_keys, output.metrics.num_cached_states) == (40, 40, 40)
 
 
-def test_what_has_no_states_yet_is_refused(caching, tmp_path):
-    with pytest.raises(SessionError, match="recurrent layers, whose states a session does not have"):
-        caching.save_session(caching.generate([PROMPTS[3]], GREEDY, use_tqdm=False)[0], tmp_path / "s")
+def test_activations_of_recurrent_layers_are_refused(caching):
     with pytest.raises(ValueError, match="this model has recurrent layers"):
         activations(caching, PROMPTS[3])
 
 
-def test_sleep_forgets_states(caching):
-    served(caching, PROMPTS)
-    caching.sleep(level=1)
-    caching.wake_up()
-    assert caching.engine.memory.states.pool.num_free == caching.engine.memory.states.pool.num_blocks
-    assert_equal(served(caching, PROMPTS), alone())
+def test_preempted_sequences_are_swapped_with_their_states():
+    llm = LLM(str(CASE.model_dir), **SMALL, num_blocks=26, host_cache_bytes=2**18, preempt="swap")
+    assert_equal(served(llm, PROMPTS), alone())
+    counters = llm.engine.memory.counters, llm.engine.memory.states.own_counters
+    assert counters[0].swapped_in > counters[1].swapped_in > 0
+
+
+# Few blocks and slots on the device, and more on the host.
+TIERS = {"enable_prefix_caching": True, "num_blocks": 26, "host_cache_bytes": 2**19}
+TIERS |= {"state_snapshots": {"method": "every", "blocks": 1, "num_slots": 9}}
+
+
+def test_states_come_back_from_the_host_and_stay_there_asleep():
+    llm = LLM(str(CASE.model_dir), **SMALL | TIERS)
+    for _ in range(2):
+        assert_equal(served(llm, PROMPTS), alone())
+    memory = llm.engine.memory
+    assert memory.counters.hits_host > 0 and memory.states.own_counters.loaded > 0
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert memory.states.pool.num_free == memory.states.pool.num_blocks
+    loaded = memory.states.own_counters.loaded
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert_equal([told(output) for output in outputs], alone())
+    assert sum(o.num_cached_tokens for o in outputs) > 100 and memory.states.own_counters.loaded > loaded
+
+
+SERVER = """
+import os, signal, sys
+from tests.engine.test_states import *
+llm = LLM(sys.argv[1], **{**SMALL, **TIERS, **LASTING}, disk_cache_dir=sys.argv[2])
+llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+llm.engine.memory.disk.flush(), llm.engine.memory.disk_states.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+LASTING = {"cache_write": "through", "disk_cache_bytes": 2**22, "numerics": "invariant", "block_size": 16}
+
+
+@machine.native_products
+@pytest.mark.cpu("invariant numerics")
+@pytest.mark.parametrize("name", [CASE.name, pytest.param("olmo_hybrid-delta-tied", marks=pytest.mark.soak)])
+def test_a_killed_server_finds_its_states_again_bit_for_bit(name, tmp_path):
+    folder, settings = str(golden_case(name).model_dir), SMALL | {"numerics": "invariant", "block_size": 16}
+    killed = subprocess.run([sys.executable, "-c", SERVER, folder, str(tmp_path)])
+    assert killed.returncode == -signal.SIGKILL
+    fresh = LLM(folder, **settings)
+    expected = [served(fresh, [prompt])[0] for prompt in PROMPTS]
+    with contextlib.closing(LLM(folder, **SMALL | TIERS | LASTING, disk_cache_dir=str(tmp_path))) as llm:
+        llm.engine.memory.disk_reads._timeout_s = 60.0
+        outputs = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+        assert [told(output) for output in outputs] == expected
+        assert [output.num_cached_tokens for output in outputs] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
+        assert llm.engine.memory.disk_states.counters.read > 0
+
+
+def test_a_session_has_the_state_after_its_last_block(tmp_path):
+    first, second = (LLM(str(CASE.model_dir), **SMALL | EVERY, enable_prefix_caching=True) for _ in range(2))
+    [output] = first.generate([PROMPTS[3]], GREEDY, use_tqdm=False)
+    text = PROMPTS[3] + output.outputs[0].token_ids
+    assert first.save_session(output, tmp_path) == second.restore_session(tmp_path) == (len(text) - 1) // 4 * 4
+    longer, expected = [*text, 5, 9], engine().generate([[*text, 5, 9]], GREEDY, use_tqdm=False)[0]
+    [found] = second.generate([longer], GREEDY, use_tqdm=False)
+    second.engine.scheduler.check()
+    assert found.num_cached_tokens == (len(text) - 1) // 4 * 4
+    assert_equal([told(found)], [told(expected)])
 
 
 def test_too_few_slots_are_refused():
@@ -174,6 +255,6 @@ def test_memory_is_divided_between_blocks_and_slots():
     llm = engine()
     plan, states = llm.memory_plan, llm.engine.scheduler.layout.states
     # Three layers of two inputs of 32 numbers in float32.
-    assert plan.state_bytes == states.nbytes == 4 * states.slot_bytes == 4 * 3 * 2 * 32 * 4
-    with pytest.raises(ConfigError, match=r"a KV block takes .* besides 3.0 KiB for states"):
-        LLM(str(CASE.model_dir), **SMALL, memory_bytes=3500)
+    assert plan.state_bytes == states.nbytes == 8 * states.slot_bytes == 8 * 3 * 2 * 32 * 4
+    with pytest.raises(ConfigError, match=r"a KV block takes .* besides 6.0 KiB for states"):
+        LLM(str(CASE.model_dir), **SMALL, memory_bytes=6500)

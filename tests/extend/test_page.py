@@ -15,9 +15,11 @@ from ksana_jax.lab.runs.run import run
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.mlp import MLPS
+from tests.golden.cases import golden_case
 
 PAGES = Path(__file__).parents[2] / "docs/extend"
 MINE = ("eviction", "selection", "codec", "scheduling", "replacement", "proposer", "routing", "task", "bench")
+MINE += ("state-snapshots",)
 TEXT = "def main(x):\n    return x\n\n" * 3
 
 
@@ -47,6 +49,15 @@ def generate(**settings):
 @pytest.fixture(scope="module")
 def plain():
     return generate()[0]
+
+
+def test_snapshots_of_states_of_one_s_own_decide_the_hits(mine):
+    sizes = {"max_model_len": 64, "num_blocks": 64, "block_size": 4, "query_tile": 4, "max_num_seqs": 2}
+    sizes |= {"enable_prefix_caching": True, "state_snapshots": {"method": "mine:Doubling"}}
+    llm = LLM(str(golden_case("lfm2-gqa-conv-tied").model_dir), **sizes, max_num_batched_tokens=16)
+    for cached in (0, 4 * 8):
+        [output] = llm.generate([list(range(2, 42))], SamplingParams(max_tokens=1, detokenize=False))
+        assert output.num_cached_tokens == cached
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from ksana_jax.kv import flushing
 from ksana_jax.kv.block_manager import NoFreeBlocks
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import check_memory
@@ -228,7 +229,7 @@ def test_a_row_s_slots_take_the_place_of_cached_content():
 
 def flush(memory) -> int:
     """Brings all to the disk as the engine does: the rounds it took."""
-    return sum(moves(memory) is not None for _ in memory.flush())
+    return sum(moves(memory) is not None for _ in flushing.flush(memory))
 
 
 @pytest.mark.parametrize("write", ["back", "through", "drop"])

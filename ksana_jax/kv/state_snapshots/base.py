@@ -15,8 +15,8 @@ class SnapshotPolicy(abc.ABC):
 
     A prompt continues at the last snapshot among its cached blocks: keys and values without a state are of no use.
 
-    num_slots: of the pool of states, one for each running row and each snapshot; None takes max_num_seqs, and three
-      times as many more with a prefix cache.
+    num_slots: of the pool of states, one for each running row, snapshot and fork; None takes 2 * max_num_seqs, and
+      3 * max_num_seqs with a prefix cache. With fewer, completions and beams of one prompt may compute it again.
     """
 
     num_slots: int | None = None

@@ -58,7 +58,7 @@ class TimedExecutor:
     ):
         self.clock, self.timer, self.patterns = clock, timer, list(patterns)
         self._block_bytes = block_bytes
-        self.host_blocks = np.zeros((num_host_blocks, 1), np.uint8)
+        self.host_blocks, self.host_states = np.zeros((num_host_blocks, 1), np.uint8), None
         self.busy_s = self._free_at = 0.0
 
     def submit(self, step: StepInput) -> TimedStep:

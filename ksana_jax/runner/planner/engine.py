@@ -178,7 +178,7 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
         if capabilities().shares_host_memory:
             # The peak is the process's: with Python, jax, compiled programs, and data in host memory.
             compiled = compiled_bytes(runner.programs)
-            host += runner.mover.host_blocks.nbytes
+            host += sum(x.nbytes for x in (runner.host_blocks, runner.host_states) if x is not None)
             peak = None if baseline is None else baseline + compiled + host + peak * runner.placement.num_local
     return {
         "weights": Compared(plan.weights_bytes, weights),

@@ -9,6 +9,7 @@ from ksana_jax.core.config import MAX_SEQS, MAX_TOKENS, ConfigError, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern, per_layer
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.state_layout import SLOTS_PER_ROW
 from ksana_jax.loading.load import check_embedding_on_host
 from ksana_jax.runner.planner.request import PlanRequest
 from ksana_jax.runner.planner.step_memory import StepCost
@@ -67,8 +68,8 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """Bytes of a request's state in recurrent layers, whatever its context is; 0 without any."""
-        return self.layout.states.slot_bytes if self.layout.states else 0
+        """Bytes of a request's slots for states of recurrent layers, whatever its context is; 0 without any."""
+        return self.layout.states.slot_bytes * SLOTS_PER_ROW if self.layout.states else 0
 
     def width(self, context: int) -> int:
         """Returns the width of a block table in blocks."""

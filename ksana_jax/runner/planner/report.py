@@ -17,6 +17,7 @@ from ksana_jax.core.config import MAX_TOKENS, ConfigError
 from ksana_jax.core.units import byte_size
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.kv.state_layout import SLOTS_PER_ROW
 from ksana_jax.runner.planner.devices import compile_target, find_device
 from ksana_jax.runner.planner.solve import Plan, plan, read_model
 from ksana_jax.runner.planner.step_memory import step_bytes
@@ -138,8 +139,9 @@ def _figures(found) -> tuple[str, ...]:
 
 def _per_request(found: Plan) -> str:
     said, state = f"{found.alpha_bytes_per_request:,} per request", found.state_bytes_per_request
-    tokens = state / found.kv_bytes_per_token
-    return said + (f", {state:,} of them states, as much as {tokens:,.1f} tokens" if state else "")
+    tokens = state / SLOTS_PER_ROW / found.kv_bytes_per_token
+    slots = f", {state:,} of them {SLOTS_PER_ROW} slots for states, each as much as {tokens:,.1f} tokens"
+    return said + slots * bool(state)
 
 
 def _requests(count: int) -> str:

@@ -33,6 +33,11 @@ class Executor(Protocol):
         """The host's blocks [slots, ...], to which slots in `Moves` refer; None without a host tier."""
         ...
 
+    @property
+    def host_states(self) -> np.ndarray | None:
+        """The same for states of recurrent layers [slots, ...], to which `Moves.states` refer."""
+        ...
+
     def submit(self, step: StepInput) -> Pending:
         """Starts the step's moves and then its computation; may return before either is done.
 

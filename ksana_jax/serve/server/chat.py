@@ -99,7 +99,8 @@ def _answer(output: RequestOutput, chat: Chat, with_ids: bool) -> dict[str, Any]
         }
         for one, message in zip(output.outputs, messages, strict=True)
     ]
-    usage = Usage(len(chat.prompt.ids), sum(len(one.token_ids) for one in output.outputs), output.num_cached_tokens)
+    usage = Usage(len(chat.prompt.ids), sum(len(one.token_ids) for one in output.outputs))
+    usage.note([output])
     answer: dict[str, Any] = {"choices": choices, "usage": usage.json()}
     if output.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs(texts, output.prompt_logprobs)

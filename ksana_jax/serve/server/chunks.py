@@ -48,7 +48,7 @@ class Chunks:
             f'data: {_json(fields)[:-1]},"choices":[{{"index":' for fields in ({**head, **(opening or {})}, head)
         )
         self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
-        self._cached: dict[int, int] = {}
+        self._newest: dict[int, RequestOutput] = {}
 
     def write(self, number: int, output: RequestOutput) -> str:
         """Returns the events for new output of the prompt with this number; empty if no text is complete.
@@ -57,7 +57,7 @@ class Chunks:
           APIError: a completion was ended by a failure.
         """
         usage, pieces = self._usage, []
-        self._cached[number] = output.num_cached_tokens
+        self._newest[number] = output
         per_prompt = len(output.outputs)
         for new in output.outputs:
             choice = self._choices[number * per_prompt + new.index]
@@ -71,7 +71,7 @@ class Chunks:
             return ""
         after = self._after
         if self._in_each:
-            usage.cached = sum(self._cached.values())
+            usage.note(self._newest.values())
             after = f'}}],"usage":{_json(usage.json())}}}\n\n'
         first, self._before = self._before, self._before_others
         return f"{first}{pieces[0]}{after}" + "".join(f"{self._before}{piece}{after}" for piece in pieces[1:])
@@ -80,7 +80,7 @@ class Chunks:
         """Returns the event with the usage, if it was asked for."""
         if not self._include_usage:
             return ""
-        self._usage.cached = sum(self._cached.values())
+        self._usage.note(self._newest.values())
         return event({**self._head, "choices": [], "usage": self._usage.json()})
 
 

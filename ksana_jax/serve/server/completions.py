@@ -97,8 +97,8 @@ class _Answer:
     def json(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns choices and usage of the whole outputs."""
         choices, usage = [], self.usage()
+        usage.note(outputs)
         for number, output in enumerate(map(self.kept, outputs)):
-            usage.cached += output.num_cached_tokens
             for completion in output.outputs:
                 usage.completion += len(completion.token_ids)
                 choices.append(self._choice(number * self.params.n + completion.index, number, completion, output))

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ksana_jax.core.errors import ContextLengthError
@@ -27,18 +27,32 @@ logger = logging.getLogger("ksana_jax")
 
 @dataclasses.dataclass
 class Usage:
-    """Counts of tokens: of prompts, of completions, and of prompts those taken from the prefix cache."""
+    """Counts of tokens: of prompts, of completions, and of prompts those taken from the prefix cache.
+
+    reach: of models with recurrent layers, "cached_key_tokens" and "cached_state_tokens", see `RequestMetrics`.
+    """
 
     prompt: int
     completion: int = 0
     cached: int = 0
+    reach: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def note(self, outputs: Iterable[RequestOutput]) -> None:
+        """Sets the numbers of cached tokens, given the outputs of all prompts."""
+        self.cached, self.reach = 0, {}
+        for output in outputs:
+            self.cached += output.num_cached_tokens
+            keys, states = output.metrics.num_cached_keys, output.metrics.num_cached_states
+            for name, count in (("cached_key_tokens", keys), ("cached_state_tokens", states)):
+                if count is not None:
+                    self.reach[name] = self.reach.get(name, 0) + count
 
     def json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached, **self.reach},
         }
 
 

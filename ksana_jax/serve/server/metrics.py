@@ -21,6 +21,8 @@ from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.inspect.snapshot import counts, moved_bytes
 from ksana_jax.engine.llm import LLM
 from ksana_jax.engine.model_memory import resident_bytes
+from ksana_jax.kv.disk.tier import DiskTier
+from ksana_jax.kv.tier import Tier
 from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.serve.server.block_times import BlockTimes
 from ksana_jax.serve.server.histogram import Histogram
@@ -178,17 +180,34 @@ def _add_engine(families: _Families, engine: Engine) -> None:
             families.counter("ksana:prefix_miss_tokens", text, reporter.num_tokens[cause], cause=cause)
     compiled = getattr(engine.executor, "num_compilations", 0)  # a simulator's has none
     families.counter("ksana:compilations", "Functions compiled since the model was loaded.", compiled)
-    block_bytes, tiers = memory.layout.block_bytes, {"device": memory.device, "host": memory.host}
-    text = "Bytes of KV cache: in use by requests, or kept for their content."
-    for name, tier in tiers.items():
-        if tier is not None:
-            families.gauge("ksana:kv_bytes", text, tier.pool.num_used * block_bytes, tier=name, state="in_use")
-            families.gauge("ksana:kv_bytes", text, tier.pool.num_idle * block_bytes, tier=name, state="cached")
-    if memory.disk is not None:
-        families.gauge("ksana:kv_bytes", text, memory.disk.num_bytes, tier="disk", state="cached")
+    block_bytes, text = memory.layout.block_bytes, "Bytes of KV cache: in use by requests, or kept for their content."
+    _add_tiers(families, "ksana:kv_bytes", text, block_bytes, memory.device, memory.host, memory.disk)
+    if (states := memory.states) is not None and memory.layout.states is not None:
+        text = "Bytes of states of recurrent layers: in use by requests, or kept for their content."
+        slot_bytes = memory.layout.states.slot_bytes
+        _add_tiers(families, "ksana:state_bytes", text, slot_bytes, states, states.host, states.disk)
+        text = "Prompt tokens whose keys and values were in the prefix cache."
+        families.counter("ksana:prefix_cache_key_tokens", text, counted["key_tokens"])
+        text = "Prompt tokens up to the last state of recurrent layers in the prefix cache."
+        families.counter("ksana:prefix_cache_state_tokens", text, counted["state_tokens"])
+        text = "States of recurrent layers that entered the prefix cache, or were replaced there."
+        for event, name in (("cached", "snapshots"), ("replaced", "replaced_states")):
+            families.counter("ksana:state_snapshots", text, counted[name], event=event)
     for way, size in moved_bytes(counted, block_bytes).items():
         text = "Bytes of KV cache moved between tiers, and copied on the device."
         families.counter("ksana:kv_moved_bytes", text, size, way=way.replace(" ", "_"))
+
+
+def _add_tiers(
+    families: _Families, name: str, text: str, size: int, device: Tier, host: Tier | None, disk: DiskTier | None
+) -> None:
+    """Adds the bytes of tiers. size: bytes of each of their blocks."""
+    for level, tier in (("device", device), ("host", host)):
+        if tier is not None:
+            families.gauge(name, text, tier.pool.num_used * size, tier=level, state="in_use")
+            families.gauge(name, text, tier.pool.num_idle * size, tier=level, state="cached")
+    if disk is not None:
+        families.gauge(name, text, disk.num_bytes, tier="disk", state="cached")
 
 
 def _add_model_memory(families: _Families, llm: LLM) -> None:

@@ -56,7 +56,9 @@ _READ = {
 _USAGE = _answer(
     {
         **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT),
-        "prompt_tokens_details": _answer({"cached_tokens": _COUNT}),
+        "prompt_tokens_details": _answer(
+            {"cached_tokens": _COUNT}, {"cached_key_tokens": _COUNT, "cached_state_tokens": _COUNT}
+        ),
     }
 )
 _CHOICE = _answer(

@@ -56,7 +56,7 @@ class ResponseEvents:
             counts = self._usage
             usage = {
                 "input_tokens": counts.prompt,
-                "input_tokens_details": {"cached_tokens": counts.cached},
+                "input_tokens_details": {"cached_tokens": counts.cached, **counts.reach},
                 "output_tokens": counts.completion,
                 "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
                 "total_tokens": counts.prompt + counts.completion,
@@ -86,7 +86,7 @@ class ResponseEvents:
         if not self._usage.completion:
             self._add("response.created", response=self.json())
         self._usage.completion += len(new.token_ids)
-        self._usage.cached = output.num_cached_tokens
+        self._usage.note([output])
         ended = new.finish_reason is not None
         for part in self._parts.feed(new.text, ended):
             self._part(part)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ksana_jax import LLM
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine_thread import StepNews
+from ksana_jax.serve.server.generation import Usage
 from ksana_jax.serve.server.histogram import Histogram, LoopLag, one_two_five
 from ksana_jax.serve.server.metrics import ServingMetrics
 from ksana_jax.serve.server.totals import Totals
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
+from tests.golden.cases import golden_case
 from tests.guessing import ANSWERS
 from tests.serve.server.serving import slow
 
@@ -165,3 +169,20 @@ def test_histograms_count_up_to_their_bounds():
     assert list(histogram.buckets()) == [("1.0", 1), ("5.0", 4), ("+Inf", 5)]
     assert histogram.sum == 1 + 3 + 5 + 9 and histogram.count == 5
     assert one_two_five(60) == (1, 2, 5, 10, 20, 50)
+
+
+async def test_hybrids_tell_how_far_keys_and_how_far_states_reach():
+    sizes = {"max_model_len": 64, "num_blocks": 64, "block_size": 4, "query_tile": 4, "max_num_seqs": 2}
+    folder = str(golden_case("lfm2-gqa-conv-tied").model_dir)
+    engine = LLM(folder, **sizes, enable_prefix_caching=True, max_num_batched_tokens=16).engine
+    async with AsyncLLM.around(engine) as llm:
+        metrics, usage = ServingMetrics(llm, "m", LoopLag().histogram), Usage(17)
+        for length in (30, 17):  # the state of the first is cached after 28 tokens
+            output = await (await llm.submit(np.arange(2, 2 + length), asking(1))).result()
+        found = read(metrics)
+    usage.note([output])
+    cached = {"cached_tokens": 0, "cached_key_tokens": 16, "cached_state_tokens": 0}
+    assert usage.json()["prompt_tokens_details"] == cached
+    reach = [found[f"ksana:prefix_cache_{what}_tokens_total",] for what in ("key", "state")]
+    assert reach == [16, 0] and found["ksana:state_snapshots_total", "cached"] == 2
+    assert found["ksana:state_bytes", "cached", "device"] == 2 * engine.scheduler.layout.states.slot_bytes

@@ -1,0 +1,24 @@
+"""One array of a pool of blocks or of slots. No jax."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Leaf(NamedTuple):
+    """One array of the pool: [M, *shape], or [*shape] in one block. dtype is NumPy's name of its elements' type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in one block."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
