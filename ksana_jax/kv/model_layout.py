@@ -172,14 +172,10 @@ def _evicting(
     read_rotated = sealing.k.unrotated_keys and codec
     refusals.check({refusals.WHOLE_BLOCKS: codec, refusals.REWRITES: rewrites and name})
     refusals.check({refusals.ROTATES_READ: read_rotated, refusals.ABSOLUTE: absolute})
-    if eviction.sinks < sealing.first:
-        raise ConfigError(
-            f"{name} has sinks {eviction.sinks}, must have {sealing.first} or more: {codec} reads so many exactly"
-        )
     of_token = layout.sealed.num_layers, 1, layout.num_kv_heads, layout.block_size
     leaves = _eviction_leaves(eviction, of_token, num_queries, layout.sealed.head_dim, text_positions)
     shares, exact = tuple(group.share for group in layout.groups), sealing.num_exact(layout.block_size)
-    schedule = EvictionSchedule(eviction, shares, layout.block_size, exact=exact)
+    schedule = EvictionSchedule(eviction, shares, layout.block_size, exact=exact, first=sealing.first)
     return dataclasses.replace(layout, leaves=(*layout.leaves, *leaves), eviction=schedule)
 
 

@@ -22,7 +22,8 @@ class EvictionSchedule:
       shares: [Gk] of `EvictionMethod.shares`, for each group; None if the group evicts nothing.
       block_size: B, the default interval.
       heads_apart: KV heads of a layer that are groups of their own; 1 if a group has all heads.
-      exact: newest tokens that stay because queries may read them exactly, see `Sealing.num_exact`.
+      exact, first: newest tokens that stay because queries may read them exactly, see `Sealing.num_exact`, and first
+        ones that must be sinks for that reason.
 
     Raises:
       ConfigError: the groups would need their next blocks at different tokens, or the budget holds no interval.
@@ -33,6 +34,7 @@ class EvictionSchedule:
     block_size: int
     heads_apart: int = 1
     exact: int = 0
+    first: int = 0
 
     def __post_init__(self):
         m, interval = self.method, self.interval
@@ -46,6 +48,8 @@ class EvictionSchedule:
                 f"kv_eviction: layerwise is false, but there are {len(self.shares)} groups of layers: one budget for "
                 "all layers needs full attention in all of them"
             )
+        if m.sinks < self.first:
+            raise ConfigError(f"kv_eviction: sinks is {m.sinks}, but kv_cache_dtype keeps first {self.first} exact")
         if not isinstance(m.budget, float) and m.budget < self.least:
             raise ConfigError(
                 f"kv_eviction: a budget of {m.budget} tokens is too small: {m.sinks} sinks and an interval of "
