@@ -92,6 +92,10 @@ class StatisticsEviction:
         self.state = self.state if found.state is None else found.state
         return found
 
+    def low_factors(self, cached: Cached, xp: Any) -> Array:
+        self.state = self._call("low_factors", cached, xp)
+        return self.state
+
     def measure(self, cached: Cached, xp: Any) -> Array:
         found, shape = self._call("measure", cached, xp), cached.keys.shape[:3]
         if found.shape[:3] != shape:
@@ -175,5 +179,7 @@ def with_state(
     # The first block has the state of all; a row of padding keeps nothing.
     targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")
-    leaf = leaf.at[targets[:, 0], :, 0].set(told.state * (not method.resets_scores), mode="drop")
+    leaf = leaf.at[targets[:, 0], :, 0].set(
+        told.state * (bool(method.low_codec) or not method.resets_scores), mode="drop"
+    )
     return moved.with_leaves(moved.leaves | {STATE: leaf}), told.is_nan
