@@ -68,7 +68,12 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
         by_head = batch.block_tables.ndim == 3
         found = [_attend_by_head(q[tokens], cache, context)] if by_head else []
         asked = [
-            Tiles(*tiled[:-1], source.tables.blocks[tiles], source.tables.starts[tiles], tiled[-1])
+            Tiles(
+                *tiled[:-1],
+                tables=source.tables.blocks[tiles],
+                starts=source.tables.starts[tiles],
+                ancestors=tiled[-1],
+            )
             for source in (() if by_head else of_layer)
         ]
         for source, of_source in zip(of_layer, asked):

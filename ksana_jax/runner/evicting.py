@@ -329,7 +329,8 @@ def _with_data(rows: dict[str, jax.Array], kv: Iterable[jax.Array], asked: Evict
         given = jnp.take_along_axis(asked.given, text_positions, axis=-1, mode="clip")
     counts = asked.num_tokens, asked.num_recent, asked.length
     counts = *counts, asked.group, given, asked.num_kept, asked.num_sinks, asked.num_prompt
-    return Cached(*kv, score, text_positions, *counts)
+    keys, values = kv
+    return Cached(keys, values, score, text_positions, *counts)
 
 
 def _num_exact(cache: KVCache) -> int:

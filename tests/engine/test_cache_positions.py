@@ -114,7 +114,8 @@ def test_sinks_and_a_window_as_a_pattern_are_an_eviction_at_cache_positions():
     # A query sees itself and the 10 tokens that were kept before it.
     window, found = AttentionPattern(window=9, num_sinks=2, sink_position="cache"), []
     for settings in ({"kv_eviction": evicting}, {"pattern": window}):
-        [output] = make_llm(block_size=SIZE, num_blocks=20, **settings).generate({"prompt_token_ids": PROMPTS[0]}, asked)
+        llm = make_llm(block_size=SIZE, num_blocks=20, **settings)
+        [output] = llm.generate({"prompt_token_ids": PROMPTS[0]}, asked)
         entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
         found.append([next(iter(entry.values())).logprob for entry in entries])
     # Angles of other positions, and sums in another order.
