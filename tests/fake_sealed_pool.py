@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
-from ksana_jax.kv.layout import OF_TOKENS, STATE
+from ksana_jax.kv.layout import OF_TOKENS, SCORE, STATE
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.scheduler.step.types import StepArrays
 from tests.fake_network import HEAD_DIM, attend, weights_of
@@ -81,7 +81,8 @@ class SealingExecutor(StoringExecutor):
                 )
                 self.leaves["kv"][targets[block], 0, 0, 0, at * num : (at + 1) * num] = moved
         for name, end in ends.items():
-            self.leaves[name][targets[kept]] = end
+            resets = name == SCORE and self._method is not None and self._method.resets_scores
+            self.leaves[name][targets[kept]] = 0 if resets else end
         return sources
 
     def _reads_codes(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
