@@ -28,11 +28,11 @@ def plain(items: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """How an engine stores keys and values. eviction, selection: items of `kv_eviction` and `kv_selection`; empty
-    evicts nothing, and reads all. latent: of a model whose keys are its values."""
+    evicts nothing, and reads all. latent: of a model whose keys are its values. codec: items of a block codec too."""
 
     pattern: str
     block_size: int
-    codec: str = "f32"
+    codec: str | tuple[tuple[str, Any], ...] = "f32"
     exact: tuple[int, ...] = ()
     eviction: tuple[tuple[str, Any], ...] = ()
     selection: tuple[tuple[str, Any], ...] = ()
@@ -41,13 +41,19 @@ class Storage:
     @property
     def settings(self) -> dict[str, Any]:
         """Fields of EngineConfig."""
-        found: dict[str, Any] = {"kv_cache_dtype": self.codec, "kv_full_precision_layers": self.exact}
+        codec = self.codec if isinstance(self.codec, str) else dict(self.codec)
+        found: dict[str, Any] = {"kv_cache_dtype": codec, "kv_full_precision_layers": self.exact}
         found |= {"kv_eviction": plain(self.eviction)} if self.eviction else {}
         return found | ({"kv_selection": dict(self.selection)} if self.selection else {})
 
     @property
     def method(self) -> EvictionMethod | None:
         return read_eviction(plain(self.eviction) or None)
+
+    @property
+    def newest(self) -> int:
+        """How many of the newest tokens stay next to codes."""
+        return 0 if isinstance(self.codec, str) else max(dict(self.codec)["residual"], 1) + self.block_size - 2
 
     def context(self, num_prompt: int) -> int:
         """How many of a prompt's tokens are there when rows evict once: a token follows a probe."""
@@ -94,7 +100,7 @@ def counted(storage: Storage, group: int, num_prompt: int) -> Counted:
     steepest = max(other.share or 0 for other in storage.layout.groups) - 1
     if steepest > 0 and (method.once or isinstance(method.budget, float)):
         shared_out = min(shared_out, max(num_prompt - asked, 0) / steepest)
-    budget = max(round(asked + (share - 1) * shared_out), method.sinks + interval)
+    budget = max(round(asked + (share - 1) * shared_out), method.sinks + interval + storage.newest)
     cached, evictions = [0], []
     for length in range(1, LONGEST + 1):
         count = cached[-1] + 1

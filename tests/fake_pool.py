@@ -140,6 +140,15 @@ class StoringExecutor(FakeExecutor):
         real = a.positions >= 0
         block, offset = np.divmod(a.slots[group][real], self.block_size)
         self._encode(at, vectors(hidden[real]), block, offset)
+        self._enter(at, a, group, hidden)
+        block, offset = np.divmod(kv_slots, self.block_size)
+        with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
+            return digest(*self._decoded(at, lambda leaf, layer, index: leaf[block, layer, index, 0, offset]))
+
+    def _enter(self, at: int, a: StepArrays, group: int, hidden: np.ndarray) -> None:
+        """Initialises what a method needs of a step's tokens."""
+        real = a.positions >= 0
+        block, offset = np.divmod(a.slots[group][real], self.block_size)
         if self._evicts(group):
             for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real]), (HIDDEN, False), (LOW, 0)):
                 if name in self.leaves:
@@ -150,9 +159,6 @@ class StoringExecutor(FakeExecutor):
                 leaf[block[offset == 0], at] = 0
                 added = self._method.observe(queries(hidden[real], leaf.shape[4:]), a.positions[real], np)
                 np.add.at(leaf, (block, at, 0), added)
-        block, offset = np.divmod(kv_slots, self.block_size)
-        with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
-            return digest(*self._decoded(at, lambda leaf, layer, index: leaf[block, layer, index, 0, offset]))
 
     def _encode(self, at: int, pair: Sequence[np.ndarray], block: np.ndarray, offset: np.ndarray) -> None:
         """Stores keys and values [n, 8] of a group's layer."""
@@ -238,8 +244,8 @@ class StoringExecutor(FakeExecutor):
         assert self._method is not None
         return informed(cached, self._method, self.layout.groups[group].layers)
 
-    def _evict(self, asked: Evictions) -> None:
-        """Moves what stays of one row in one group of layers to its first slots."""
+    def _evict(self, asked: Evictions) -> np.ndarray:
+        """Moves what stays of one row in one group of layers to its first slots; returns where it was [L, kept]."""
         group, [blocks], [kept], [count] = int(asked.group[0]), asked.tables, asked.num_kept, asked.num_tokens
         assert self._method is not None and self._evicts(group) and 0 < kept < count <= len(blocks) * self.block_size
         assert asked.num_sinks[0] + asked.num_recent[0] <= kept
@@ -274,6 +280,7 @@ class StoringExecutor(FakeExecutor):
                 self._encode(at, [x[at, source[new]] for x in pair], to_block[new], offset[new])
             if self._method.resets_scores:
                 self.leaves[SCORE][to_block[:kept], at, :, 0, offset[:kept]] = 0
+        return sources
 
     def _hide(self, asked: Evictions) -> None:
         """Hides what goes of one row in one group of layers."""

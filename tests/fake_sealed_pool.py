@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax.core.patterns import FAR
+from ksana_jax.kv.layout import OF_TOKENS, SCORE, STATE
+from ksana_jax.kv.moves import Evictions
 from ksana_jax.scheduler.step.types import StepArrays
-from tests.fake_network import HEAD_DIM, attend
+from tests.fake_network import HEAD_DIM, attend, weights_of
 from tests.fake_pool import StoringExecutor, digest, vectors
 
 _VECTOR = 4 * HEAD_DIM  # bytes
@@ -22,20 +25,65 @@ class SealingExecutor(StoringExecutor):
     def _attend(self, layer: int, a: StepArrays, groups: list, tile_of: np.ndarray, hidden: np.ndarray) -> np.ndarray:
         self._write(layer, a, hidden)
         self._seal(layer, a)
-        group, (exact, _) = self.layout.places[layer][0], self.layout.residual_places[layer]
-        q = a.positions[:, None]
+        (group, at), (exact, _) = self.layout.places[layer], self.layout.residual_places[layer]
+        self._enter(at, a, group, hidden)
+        q, sealed = a.cache_positions[group][:, None], self.layout.sealed
         visible, weighed = [], []
+        assert sealed is not None
         with np.errstate(all="ignore"):  # there is noise in slots that no query reads
             for source, keys, is_code in (
                 (groups[group], self._codes(layer, groups[group][0]), True),
                 (groups[exact[0]], self._exact(layer, groups), False),
             ):
-                _, positions, weights = source
-                positions = positions[tile_of]
+                positions, keys = source[1][tile_of], keys[tile_of]
+                if not is_code:  # their blocks begin at positions of the text; the first tokens are sinks
+                    cached = positions - (a.positions[:, None] - q)
+                    cached = np.where(cached < sealed.sealing.first, FAR, cached)
+                    positions = np.where((positions < sealed.sealing.first) | (positions >= FAR), positions, cached)
                 seen = self._patterns[layer].visible(q, positions) & (self._reads_codes(q, positions) == is_code)
                 visible.append(seen)
-                weighed.append((keys * weights)[tile_of])
+                weighed.append(keys * weights_of(positions))
+                if self._evicts(group) and seen.any():
+                    table = groups[group][0][tile_of]
+                    slots = np.take_along_axis(table, np.minimum(positions, table.shape[1] - 1), axis=1)
+                    self._observe(at, a, group, hidden, (keys, slots, seen))
         return attend(hidden, np.hstack(weighed), np.hstack(visible))
+
+    def _part(self, at: int) -> tuple[str, dict[str, np.ndarray], int]:
+        return "", {}, at  # of codes, whole blocks move
+
+    def _decoded(self, at: int, get) -> list[np.ndarray]:
+        assert self.layout.sealed is not None
+        sealing, size = self.layout.sealed.sealing, self.block_size
+        num = sealing.head_bytes(size, HEAD_DIM)
+        pair = sealing.decoded(self._bytes(np.arange(self.num_blocks), at * num, num), size, HEAD_DIM, np)
+        return [get(x[:, None, None, None], 0, 0).astype(np.float32) for x in pair]
+
+    def _evict(self, asked: Evictions) -> np.ndarray:
+        """The method sees full blocks, and blocks whose tokens part are decoded and encoded again."""
+        assert self.layout.sealed is not None and STATE not in self.leaves
+        size, sealing, is_open = self.block_size, self.layout.sealed.sealing, asked.num_tokens % self.block_size
+        of_full = {name: getattr(asked, name) - is_open for name in ("num_tokens", "num_recent", "num_kept")}
+        num, layers = sealing.head_bytes(size, HEAD_DIM), self.layout.sealed.num_layers
+        kept, count = (int(of_full[name][0]) // size for name in ("num_kept", "num_tokens"))
+        blocks, targets = asked.tables[0, :count], asked.targets[0]
+        with np.errstate(all="ignore"):  # the last group of a kind may have fewer layers
+            codes = [self._bytes(blocks, at * num, num) for at in range(layers)]
+            decoded = [[x.reshape(-1, HEAD_DIM) for x in sealing.decoded(x, size, HEAD_DIM, np)] for x in codes]
+            names = [name for name in OF_TOKENS if name in self.leaves and is_open[0]]
+            ends = {name: self.leaves[name][asked.tables[0, count]].copy() for name in names}
+            sources = super()._evict(asked._replace(**of_full))
+            for at, block in np.ndindex(layers, kept):
+                tokens = sources[at, block * size : (block + 1) * size]
+                together = tokens[0] % size == 0 and tokens[-1] - tokens[0] == size - 1
+                moved = (
+                    codes[at][tokens[0] // size] if together else sealing.encoded(*(x[tokens] for x in decoded[at]), np)
+                )
+                self.leaves["kv"][targets[block], 0, 0, 0, at * num : (at + 1) * num] = moved
+        for name, end in ends.items():
+            resets = name == SCORE and self._method is not None and self._method.resets_scores
+            self.leaves[name][targets[kept]] = 0 if resets else end
+        return sources
 
     def _reads_codes(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         assert self.layout.sealed is not None

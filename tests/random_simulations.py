@@ -14,6 +14,7 @@ import random
 import time
 
 from tests.drawn_eviction import METHODS
+from tests.evicting_codes_simulation import EvictingCodesSimulation
 from tests.latent_simulation import LatentSelectingSimulation, LatentSimulation
 from tests.sealing_simulation import SealingSimulation
 from tests.selecting_simulation import SelectingSimulation
@@ -36,9 +37,9 @@ MET |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes re
 
 
 def kind_of(seed: int) -> type[Simulation]:
-    """Of six simulations, one has an engine that evicts tokens or stores codes, one a block codec and one selects
-    blocks, the first and the last in turn with latents; one of seven speculates, and another one does so with a draft
-    model; one of nine has recurrent layers.
+    """Of six simulations, one has an engine that evicts tokens or stores codes, one a block codec, every third of these
+    with evictions, and one selects blocks, the first and the last in turn with latents; one of seven speculates, and
+    another one does so with a draft model; one of nine has recurrent layers.
     """
     if seed % 7 == 2:
         return (DraftModelSimulation, DraftModelStoringSimulation, DraftModelSelectingSimulation)[seed % 3]
@@ -47,9 +48,10 @@ def kind_of(seed: int) -> type[Simulation]:
     if seed % 9 == 4:
         return StateSimulation
     storing, selecting = StoringSimulation, SelectingSimulation
+    sealing = EvictingCodesSimulation if seed // 6 % 3 == 2 else SealingSimulation
     if seed // 6 % 2:
         storing, selecting = LatentSimulation, LatentSelectingSimulation
-    return (storing, Simulation, Simulation, SealingSimulation, Simulation, selecting)[seed % 6]
+    return (storing, Simulation, Simulation, sealing, Simulation, selecting)[seed % 6]
 
 
 def simulate(rng: random.Random, num_steps: int = 50, kind: type[Simulation] = Simulation) -> Simulation:

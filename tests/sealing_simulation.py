@@ -117,12 +117,14 @@ class SealingSimulation(SavingSessions):
         if not found.residual:
             return super().starts_of(group, row)
         done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
-        return seen_later([self.exactly(layer) for layer in found.layers], done, covered, self.block_size)
+        patterns = [exactly(PATTERNS[self.pattern][layer], self.setting) for layer in found.layers]
+        return seen_later(patterns, done, covered, self.block_size)
 
-    def exactly(self, layer: int) -> AttentionPattern:
-        """Which blocks of exact tokens a row keeps for a layer: those that its window and the newest tokens share."""
-        pattern, setting = PATTERNS[self.pattern][layer], dict(self.setting)
-        window = max(setting["residual"], 1)
-        if pattern.window is not None and not (pattern.num_sinks or pattern.global_every):
-            window = min(window, (pattern.window - 1) // pattern.stride * pattern.stride + 1)
-        return AttentionPattern(window=window, num_sinks=setting["first"])
+
+def exactly(pattern: AttentionPattern, of: Setting) -> AttentionPattern:
+    """Which blocks of exact tokens a row keeps for a layer: those that its window and the newest tokens share."""
+    setting: dict = dict(of)
+    window = max(setting["residual"], 1)
+    if pattern.window is not None and not (pattern.num_sinks or pattern.global_every):
+        window = min(window, (pattern.window - 1) // pattern.stride * pattern.stride + 1)
+    return AttentionPattern(window=window, num_sinks=setting["first"])

@@ -44,7 +44,7 @@ class Text:
 
     def __init__(self, storage: Storage, num_prompt: int):
         self.storage, self.num_prompt, self.length = storage, num_prompt, 0
-        self.text, self.is_probe = [], False
+        self.text, self.is_probe, self.open = [], False, 0
         self.layout, self.patterns = storage.layout, PATTERNS[storage.pattern]
         self.method = storage.method
         layers = len(self.patterns)
@@ -140,7 +140,7 @@ class Text:
         kept = np.array([self.kept[layer] for layer in layers])
         count = kept.shape[1]
         recent = round(method.recent * counts.budget) if isinstance(method.recent, float) else method.recent
-        recent = min(recent, left - method.sinks)
+        recent = min(max(recent, self.storage.newest) - self.open, left - method.sinks)
         cached = self.cached(group, recent, left)
         priority = np.broadcast_to(method.priority(cached, np), (1, len(layers), 1, count))[0, :, 0]
         stay = {*range(method.sinks), *range(count - recent, count)}
@@ -196,10 +196,12 @@ def counts_of(storage: Storage, prompt: bytes) -> list[Counted]:
 
 
 @functools.lru_cache(maxsize=2**14)
-def written(storage: Storage, prompt: bytes, count: int, seed: int | None) -> tuple[list[int], np.ndarray]:
+def written(
+    make: type[Text], storage: Storage, prompt: bytes, count: int, seed: int | None
+) -> tuple[list[int], np.ndarray]:
     """The `count` tokens that follow a prompt, and the hidden [T] of the whole text but its last token."""
     text = np.frombuffer(prompt, np.int32).tolist()
-    state, num_prompt, hidden = Text(storage, len(text)), len(text), []
+    state, num_prompt, hidden = make(storage, len(text)), len(text), []
     for t in range(num_prompt + count - 1):
         hidden.append(state.add(text[t]))
         if t >= num_prompt - 1:
@@ -216,6 +218,7 @@ class StoringSimulation(SavingSessions):
     """A `Simulation` whose pool holds codes, or whose rows evict tokens, or both."""
 
     executor: type[StoringExecutor] = StoringExecutor
+    text_type: type[Text] = Text
 
     def draw_storage(self) -> None:
         rng, codec = self.rng, self.rng.choice(DRAWN)
@@ -319,7 +322,7 @@ class StoringSimulation(SavingSessions):
         return max(layout.blocks_of(max_tokens, num_prompt=num_context), peak)
 
     def tokens_after(self, prompt: np.ndarray, count: int, seed: int | None, least: int, stop_ids) -> list[int]:
-        return until_stop(written(self.storage, prompt.tobytes(), count, seed)[0], stop_ids, least)
+        return until_stop(written(self.text_type, self.storage, prompt.tobytes(), count, seed)[0], stop_ids, least)
 
     def beams_after(self, prompt: np.ndarray, width: int, penalty: float, stop_ids, count: int):
         def hidden_of(text):
@@ -328,7 +331,7 @@ class StoringSimulation(SavingSessions):
         return beams_by(hidden_of, width, penalty, stop_ids, count)
 
     def hidden_of(self, text: np.ndarray, num_prompt: int) -> np.ndarray:
-        state = Text(self.storage, num_prompt)
+        state = self.text_type(self.storage, num_prompt)
         return np.concatenate([state.add(int(token)) for token in text])
 
     def starts_of(self, group: int, row: int) -> list[int]:

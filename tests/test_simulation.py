@@ -22,6 +22,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.scheduler import row_eviction, scheduler
 from ksana_jax.scheduler.row_states import RowStates
+from tests.evicting_codes_simulation import EvictingCodesSimulation
 from tests.fake_pool import StoringExecutor
 from tests.fakes import FakeExecutor
 from tests.latent_simulation import LatentSelectingSimulation, LatentSimulation
@@ -59,7 +60,10 @@ def test_every_simulation_with_evictions_and_codecs_ends_well(rng):
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
-@given(st.randoms(use_true_random=False), st.sampled_from([SealingSimulation, SelectingSimulation]))
+@given(
+    st.randoms(use_true_random=False),
+    st.sampled_from([SealingSimulation, EvictingCodesSimulation, SelectingSimulation]),
+)
 def test_every_simulation_with_block_codecs_or_selection_ends_well(rng, kind):
     simulate(rng, num_steps=30, kind=kind)
 
@@ -137,6 +141,13 @@ def test_simulations_find_exact_first_tokens_that_go_early(monkeypatch):
     with pytest.raises(AssertionError):
         for seed in range(20):
             simulate(random.Random(seed), kind=SealingSimulation)
+
+
+def test_simulations_find_exact_tokens_that_are_evicted(monkeypatch):
+    monkeypatch.setattr(Sealing, "num_exact", lambda sealing, block_size: 0)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            simulate(random.Random(seed), kind=EvictingCodesSimulation)
 
 
 def a_token_too_few(monkeypatch):

@@ -43,6 +43,8 @@ ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
 COMPARES_HEADS = "kv_eviction that compares heads"
 FEWER_BITS = "kv_eviction that keeps tokens in fewer bits"
 WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
+REWRITES = "kv_eviction that merges, hides, measures, probes or keeps tokens in fewer bits"
+ROTATES_READ = "kv_cache_dtype that rotates keys when they are read"
 NOT_NATIVE = "kv_cache_dtype other than f32, bf16, f16 and int8"
 UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
@@ -67,7 +69,8 @@ REFUSALS = (
         "kv_eviction", "disk_cache_dir", "the disk tier stores single blocks, and a snapshot is several: save sessions"
     ),
     Refusal("kv_eviction", "shared_prefix_attention", "rows that evict have separate blocks", principle=True),
-    Refusal("kv_eviction", WHOLE_BLOCKS, "it moves tokens within blocks that are encoded once: use int8 or int4"),
+    Refusal(REWRITES, WHOLE_BLOCKS, "tokens that move are decoded and encoded again, and nothing else of them changes"),
+    Refusal(ROTATES_READ, ABSOLUTE, "tokens that move keep no position to rotate by: set positions to 'cache'"),
     Refusal("kv_eviction", NO_FULL_LAYER, "patterns decide to which tokens later queries attend", principle=True),
     Refusal(ABSOLUTE, ALIBI, "its biases are computed from positions in the cache: set positions to 'cache'"),
     Refusal("kv_selection", "kv_eviction", "summaries would describe keys that have been evicted"),

@@ -142,7 +142,8 @@ class _Recording:
                     w = np.asarray(weights)[tile.nth, offset : offset + kept, own]
                     positions = np.asarray(slots)[tile.nth]
                     if method is not None and not method.hides:
-                        positions = stored(group)[at, own * spec.num_kv_heads // spec.num_heads]
+                        of_head = stored(group)[at, own * spec.num_kv_heads // spec.num_heads]
+                        positions = of_head[np.minimum(positions, len(of_head) - 1)]
                     attended = (w >= 0).any(axis=0)
                     rows, where = self.attention[index, nth, texts], positions[attended]
                     rows[:, where] = np.where(w[:, attended] >= 0, w[:, attended], rows[:, where])

@@ -262,9 +262,11 @@ class SealedBlocks(NamedTuple):
 
     For each kv head, a block has either codes of all layers of a group, or exact keys or values of fewer layers.
 
-    sealing: the codecs, and which tokens are read exactly. exact: NumPy's name of the exact numbers' type.
+    sealing: the codecs, and which tokens are read exactly. exact: NumPy's name of the exact numbers' type. num_layers:
+      Lg, of a block of codes.
     """
 
     sealing: Sealing
     exact: str
     head_dim: int
+    num_layers: int

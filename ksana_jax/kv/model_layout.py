@@ -64,7 +64,8 @@ def layout_of(
     if (sealing := find_sealing(dtype)) is not None:
         name = f"kv_cache_dtype {codec_name(dtype)}"
         refusals.check(used | {refusals.WHOLE_BLOCKS: name})
-        return _sealed(model, seen, sources, sealing, dtype, exact_dtype, block_size)
+        layout = _sealed(model, seen, sources, sealing, eviction, dtype, exact_dtype, block_size)
+        return layout if eviction is None else _evicting(layout, eviction, sealing, num_queries, text_positions)
     assert isinstance(dtype, str)
     if dtype in LATENT_CODECS:
         _check_latent(model, dtype)
@@ -85,19 +86,27 @@ def layout_of(
     selects = {"selection": selection, "selecting": selecting_layers(selection, seen) if selection else ()}
     if eviction is None:
         return KVLayout(groups, block_size, tuple(leaves), dtype, **selects, sources=sources)
-    of_token = (num_layers, 1, heads, block_size)
-    sums = eviction.num_scores(num_queries)
-    leaves += [Leaf(SCORE, (num_layers, sums, heads, block_size), "float32")] * eviction.observes
-    text_positions = eviction.needs_text_positions or (text_positions and not eviction.hides)
-    leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * text_positions
-    if (state := eviction.state_shape(num_queries, model.head_dim)) is not None:
-        leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
-    leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
     if eviction.low_codec:
         check_slots(f"kv_eviction {type(eviction).__name__}", eviction.low_codec, model.head_dim, *leaves[0][1:])
-        leaves.append(Leaf(LOW, of_token, "uint8"))
+    leaves += _eviction_leaves(
+        eviction, (num_layers, 1, heads, block_size), num_queries, model.head_dim, text_positions
+    )
     schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size, heads_apart)
     return KVLayout(groups, block_size, tuple(leaves), dtype, schedule, sources=sources)
+
+
+def _eviction_leaves(
+    eviction: EvictionMethod, of_token: tuple[int, ...], num_queries: int, head_dim: int, text_positions: bool
+) -> list[Leaf]:
+    """Returns the leaves that a method adds. of_token: Lg, 1, K and B. Others: see `layout_of` and `state_shape`."""
+    num_layers, _, *others = of_token
+    leaves = [Leaf(SCORE, (num_layers, eviction.num_scores(num_queries), *others), "float32")] * eviction.observes
+    text_positions = eviction.needs_text_positions or (text_positions and not eviction.hides)
+    leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * text_positions
+    if (state := eviction.state_shape(num_queries, head_dim)) is not None:
+        leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
+    leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
+    return leaves + [Leaf(LOW, of_token, "uint8")] * bool(eviction.low_codec)
 
 
 def _check_latent(model: ModelConfig, dtype: str) -> None:
@@ -131,6 +140,7 @@ def _sealed(
     patterns: Sequence[AttentionPattern],
     sources: tuple[int, ...],
     sealing: Sealing,
+    eviction: EvictionMethod | None,
     dtype: str | Mapping[str, Any],
     exact_dtype: str,
     block_size: int,
@@ -140,14 +150,33 @@ def _sealed(
     All blocks have the size of a block of codes, unless one layer's keys need more.
     """
     layers = sorted(set(sources))
-    groups = group_layers(patterns, layers=layers)
+    shares = None if eviction is None else _shares(eviction, patterns, layers)
+    groups = group_layers(patterns, shares, layers)
     [(_, exact)] = find_codec(sealing.residual_dtype or exact_dtype).arrays(model.head_dim).values()
     of_side = block_size * model.head_dim * np.dtype(exact).itemsize
     width = max(len(groups[0].layers) * sealing.head_bytes(block_size, model.head_dim), of_side)
     residual = residual_groups(patterns, layers, sealing, width // of_side)
     kv = Leaf("kv", (1, 1, model.num_kv_heads, width), "uint8")
-    sealed = SealedBlocks(sealing, exact, model.head_dim)
+    sealed = SealedBlocks(sealing, exact, model.head_dim, len(groups[0].layers))
     return KVLayout((*groups, *residual), block_size, (kv,), codec_name(dtype), sealed=sealed, sources=sources)
+
+
+def _evicting(
+    layout: KVLayout, eviction: EvictionMethod, sealing: Sealing, num_queries: int, text_positions: bool
+) -> KVLayout:
+    """Returns the layout of a pool of a block codec whose rows evict; exact tokens stay in blocks of their own."""
+    assert layout.sealed is not None
+    name, codec = f"kv_eviction {type(eviction).__name__}", f"kv_cache_dtype {layout.codec}"
+    rewrites = eviction.merges or eviction.hides or eviction.measures or eviction.probes or bool(eviction.low_codec)
+    absolute = eviction.positions == "absolute" and f"{name} with positions 'absolute'"
+    read_rotated = sealing.k.unrotated_keys and codec
+    refusals.check({refusals.WHOLE_BLOCKS: codec, refusals.REWRITES: rewrites and name})
+    refusals.check({refusals.ROTATES_READ: read_rotated, refusals.ABSOLUTE: absolute})
+    of_token = layout.sealed.num_layers, 1, layout.num_kv_heads, layout.block_size
+    leaves = _eviction_leaves(eviction, of_token, num_queries, layout.sealed.head_dim, text_positions)
+    shares, exact = tuple(group.share for group in layout.groups), sealing.num_exact(layout.block_size)
+    schedule = EvictionSchedule(eviction, shares, layout.block_size, exact=exact, first=sealing.first)
+    return dataclasses.replace(layout, leaves=(*layout.leaves, *leaves), eviction=schedule)
 
 
 def _shares(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,10 @@ from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.kv_write import CEILING, Queries, sink_query_position
-from ksana_jax.ops.observation import ObservedQueries, Pieces, observed_mass
+from ksana_jax.ops.observation import ObservedQueries, Pieces, joined_masses, observed_mass
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sources import Source, Tables, sources
+from ksana_jax.ops.tiles import PADDING, Tiles
 from ksana_jax.ops.transformed_pool import TransformedCache, as_stored
 
 # Keys of a row, and queries of different rows, that are processed together: few enough for the processor's caches.
@@ -60,23 +62,36 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     if transformed is not None:
         q = transformed.transform(q, jnp)
     of_tokens = q, q_sink, batch.cache_positions, batch.positions, batch.query_numbers, batch.ancestors
-    parts, masses = [], []
+    parts, masses, of_layer = [], [], sources(cache, context)
     for part, tokens, tiles in shape.places():
         tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in of_tokens]
         by_head = batch.block_tables.ndim == 3
         found = [_attend_by_head(q[tokens], cache, context)] if by_head else []
-        for source in () if by_head else sources(cache, context):
-            tables, starts = source.tables.blocks[tiles], source.tables.starts[tiles]
-            asked = Tiles(*tiled[:-1], tables=tables, starts=starts, ancestors=tiled[-1])
-            seen, mass = _attend_tiles(asked, source, context)
-            found.append(seen)
-            masses += [] if mass is None else [mass]
+        asked = [
+            Tiles(
+                *tiled[:-1],
+                tables=source.tables.blocks[tiles],
+                starts=source.tables.starts[tiles],
+                ancestors=tiled[-1],
+            )
+            for source in (() if by_head else of_layer)
+        ]
+        for source, of_source in zip(of_layer, asked):
+            found.append(PartialAttention(*_by_groups(_attend_group, of_source, source, context)))
             if shape.shared_rows and not parts:
                 found.append(_attend_shared(q[tokens], source, context))
         seen = functools.reduce(merge, found)
         if context.sink_logits is not None:
             sinks = sinks_of(context, (*seen.top.shape, 1))[..., 0]
             seen = merge(seen, PartialAttention(sinks, jnp.ones_like(sinks), jnp.zeros_like(seen.out)))
+        if observer is not None and observer.observes:
+            log_total = (seen.top + jnp.log(seen.total)).reshape(*part, -1)
+            each = [
+                _by_groups(_observe_group, of_source._replace(log_total=log_total), source, context)
+                for source, of_source in zip(of_layer, asked)
+            ]
+            starts = [of_source.starts for of_source in asked]
+            masses.append(joined_masses(observer.method, each, starts, cache.block_size))
         parts.append(normalised(seen))
     out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return Attended(out if transformed is None else transformed.inverse(out, jnp), tuple(masses))
@@ -109,54 +124,6 @@ def normalised(seen: PartialAttention) -> jax.Array:
     return seen.out / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
 
 
-class Tiles(NamedTuple):
-    """Tiles of Q queries, each with its own block table; or one value for each of these arrays.
-
-    q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q] in the cache. text_positions,
-    numbers: [S, Q], for an observer. tables: [S, P], or [S, P, 2], see `Source`. starts: [S, P]. ancestors: [S, Q] of
-    trees, see `StepArrays`; else None.
-    """
-
-    q: Any
-    q_sink: Any
-    positions: Any
-    text_positions: Any
-    numbers: Any
-    tables: Any
-    starts: Any
-    ancestors: Any = None
-
-    def nodes(self, slot_positions):
-        """Returns the index in their tile of the tokens in slots [S, C] at some positions; negative before its
-        first."""
-        return slot_positions - self.positions[:, :1]
-
-    def key_positions(self, slot_positions):
-        """Returns the positions [S, C] of the keys in slots; tree nodes take their queries' position."""
-        if self.ancestors is None:
-            return slot_positions
-        nodes, last = self.nodes(slot_positions), self.positions.shape[1] - 1
-        of_nodes = jnp.take_along_axis(self.positions, jnp.clip(nodes, 0, last), axis=1)
-        used = (nodes <= last) & (of_nodes >= 0)
-        return jnp.where(nodes < 0, slot_positions, jnp.where(used, of_nodes, FAR))
-
-    def on_the_way(self, slot_positions):
-        """Returns whether slots hold tokens before the tree, or on the way to each query: [S, Q, C]."""
-        nodes = self.nodes(slot_positions)[:, None]
-        bits = jnp.right_shift(self.ancestors[:, :, None], jnp.clip(nodes, 0, 31)) & 1
-        return (nodes < 0) | (bits == 1)
-
-    def slots_end(self, end):
-        """Returns the positions [S] after the last slots that hold tokens. end: see `Source`."""
-        newest = self.positions.max(axis=1)
-        if self.ancestors is not None:
-            newest = jnp.where(newest < 0, newest, self.positions[:, 0] + (self.positions >= 0).sum(axis=1) - 1)
-        return end(newest)
-
-
-PADDING = Tiles(q=0, q_sink=0, positions=-1, text_positions=-1, numbers=0, tables=0, starts=FAR, ancestors=0)
-
-
 def _attend_shared(q_TNH, source: Source, context: AttentionContext) -> PartialAttention:
     """Attends single tokens to the blocks that their groups share; a group is a tile of queries with one table."""
     batch, shape = context.batch, context.shape
@@ -169,8 +136,7 @@ def _attend_shared(q_TNH, source: Source, context: AttentionContext) -> PartialA
     positions = tiled(batch.cache_positions[:count], PADDING.positions)
     q_SQNH = tiled(q_TNH, PADDING.q)
     tiles = Tiles(q_SQNH, None, positions, None, None, source.shared.blocks, source.shared.starts)
-    seen, _ = _attend_tiles(tiles, source, context)
-    return PartialAttention(*(x[:count] for x in seen))
+    return PartialAttention(*(x[:count] for x in _by_groups(_attend_group, tiles, source, context)))
 
 
 def _attend_by_head(q_TNH, cache: KVCache, context: AttentionContext) -> PartialAttention:
@@ -186,20 +152,16 @@ def _attend_by_head(q_TNH, cache: KVCache, context: AttentionContext) -> Partial
     own = Tables(tables, starts)
     source = Source(1, cache.block_size, read, own, own, False, lambda newest: newest + 1)
     q = q_TNH.reshape(t * heads, 1, -1, q_TNH.shape[-1])
-    seen, _ = _attend_tiles(Tiles(q, None, positions, None, None, *own), source, context)
+    seen = _by_groups(_attend_group, Tiles(q, None, positions, None, None, *own), source, context)
     return PartialAttention(*(x.reshape(t, -1, *x.shape[2:]) for x in seen))
 
 
-def _attend_tiles(tiles: Tiles, source: Source, context: AttentionContext):
-    """Attends S*Q tokens, in small groups of tiles whose tables have similar lengths.
-
-    Returns:
-      PartialAttention; and the weights [S, K, P*B] of the slots, None if they are not observed.
-    """
+def _by_groups(function: Callable, tiles: Tiles, source: Source, context: AttentionContext) -> Any:
+    """Calls a function of S tiles, as `_attend_group`, with a few at a time, whose tables have similar lengths."""
     s, width = tiles.positions.shape
     group = max(GROUP_QUERIES // width, 1)
     if s <= group:
-        return _attend_group(tiles, source, context)
+        return function(tiles, source, context)
     order = jnp.argsort(jnp.sum(tiles.starts < FAR, axis=1))
 
     def grouped(x, fill):
@@ -207,34 +169,57 @@ def _attend_tiles(tiles: Tiles, source: Source, context: AttentionContext):
         return x.reshape(-1, group, *x.shape[1:])
 
     groups = Tiles(*(None if x is None else grouped(x, fill) for x, fill in zip(tiles, PADDING, strict=True)))
-    seen, mass = jax.lax.map(lambda tiles: _attend_group(tiles, source, context), groups)
+    found = jax.lax.map(lambda tiles: function(tiles, source, context), groups)
     back = jnp.argsort(order)
 
-    def in_order(x):
-        return x.reshape(-1, width, *x.shape[2:])[back].reshape(s * width, *x.shape[2:])
+    def in_order(x):  # of tiles, or of their tokens
+        each = x.shape[1] // group
+        return x.reshape(-1, each, *x.shape[2:])[back].reshape(s * each, *x.shape[2:])
 
-    mass = None if mass is None else mass.reshape(-1, *mass.shape[2:])[back]
-    return PartialAttention(*(in_order(x) for x in seen)), mass
+    return jax.tree.map(in_order, found)
 
 
-def _attend_group(tiles: Tiles, source: Source, context: AttentionContext):
+class KeyPieces(NamedTuple):
+    """Keys and values of some tiles, a piece of their block tables at a time.
+
+    tiles: with tables of whole pieces. read: piece -> see `read_keys`. count: of pieces with visible keys, found on the
+    device: time follows the text, not the width P that the step was compiled for. most: of all. size: in blocks.
+    """
+
+    tiles: Tiles
+    read: Callable[[Any], tuple[Any, Any, Any, Any]]
+    count: Any
+    most: int
+    size: int
+
+    @classmethod
+    def of(cls, tiles: Tiles, source: Source, context: AttentionContext) -> KeyPieces:
+        piece = max(PIECE_TOKENS // source.block_size, 1)
+        pad = ((0, 0), (0, -tiles.tables.shape[1] % piece))
+        tiles = tiles._replace(
+            tables=jnp.pad(tiles.tables, (*pad, *((0, 0),) * (tiles.tables.ndim - 2))),
+            starts=jnp.pad(tiles.starts, pad, constant_values=PADDING.starts),
+        )
+
+        def read(i):
+            tables, starts = (
+                jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tiles.tables, tiles.starts)
+            )
+            return read_keys(tiles, tables, starts, source, context)
+
+        # Blocks after those that a tile reads come last.
+        is_read = tiles.starts < tiles.slots_end(source.end)[:, None]
+        last = jnp.max(jnp.where(is_read, 1 + jnp.arange(is_read.shape[1]), 0))
+        return cls(tiles, read, -(-last // piece), is_read.shape[1] // piece, piece)
+
+
+def _attend_group(tiles: Tiles, source: Source, context: AttentionContext) -> PartialAttention:
     """Attends S*Q tokens to one piece of their block tables at a time, with an online softmax.
-
-    The number of pieces follows from the longest table in use, found on the device: time follows the text, not the
-    width P that the step was compiled for, unless the device has no loops of dynamic length.
 
     Source: online softmax, arXiv:2205.14135, algorithm 1.
     """
-    s, width, n, _ = tiles.q.shape
-    kv_heads, size, observer = source.num_kv_heads, source.block_size, context.observer
-    num_slots, piece = tiles.tables.shape[1] * size, max(PIECE_TOKENS // size, 1)
-    pad = ((0, 0), (0, -tiles.tables.shape[1] % piece))
-    tiles = tiles._replace(
-        tables=jnp.pad(tiles.tables, (*pad, *((0, 0),) * (tiles.tables.ndim - 2))),
-        starts=jnp.pad(tiles.starts, pad, constant_values=PADDING.starts),
-    )
-
-    q_SKRH = by_kv_head(tiles.q, kv_heads)
+    width, kv_heads, pieces = tiles.positions.shape[1], source.num_kv_heads, KeyPieces.of(tiles, source, context)
+    tiles, q_SKRH = pieces.tiles, by_kv_head(tiles.q, kv_heads)
     state = PartialAttention(
         jnp.full(q_SKRH.shape[:3], -jnp.inf, jnp.float32),
         jnp.zeros(q_SKRH.shape[:3], jnp.float32),
@@ -243,39 +228,35 @@ def _attend_group(tiles: Tiles, source: Source, context: AttentionContext):
     if tiles.q_sink is not None:
         state = _absorb_sinks(state, by_kv_head(tiles.q_sink, kv_heads), tiles, source, context)
 
-    def read(i):
-        tables, starts = (
-            jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tiles.tables, tiles.starts)
-        )
-        return read_keys(tiles, tables, starts, source, context)
-
     def absorb(read, i, state):
         k, v, slot_pos, hidden = read(i)
         return _absorb(state, q_SKRH, k, v, slot_pos, hidden, tiles, source, context)
 
-    ends, most = tiles.slots_end(source.end), tiles.tables.shape[1] // piece
     if source.low is not None:
-        num_low, read_low = source.low.pieces(tiles.tables, tiles.starts, ends, size, piece)
-        state = context.features.loop(num_low, most, functools.partial(absorb, read_low), state)
-    # Blocks after those that a tile reads come last.
-    num_pieces = -(-jnp.max(jnp.sum(tiles.starts < ends[:, None], axis=1)) // piece)
+        ends = tiles.slots_end(source.end)
+        num_low, read_low = source.low.pieces(tiles.tables, tiles.starts, ends, source.block_size, pieces.size)
+        state = context.features.loop(num_low, pieces.most, functools.partial(absorb, read_low), state)
     # Later pieces have no visible key, and leave the softmax as it is.
-    state = context.features.loop(num_pieces, most, functools.partial(absorb, read), state)
-    mass = None
-    if observer is not None and observer.observes:
+    state = context.features.loop(pieces.count, pieces.most, functools.partial(absorb, pieces.read), state)
+    return PartialAttention(*(by_token(x, width) for x in state))
 
-        def scores_of(i):
-            k, _, kv_pos, hidden = read(i)
-            k = k.astype(_wide_enough(k.dtype, q_SKRH.dtype))
-            return masked_scores(q_SKRH, k, kv_pos, hidden, tiles, source, context), kv_pos
 
-        log_total = state.top + jnp.log(state.total)
-        if context.sink_logits is not None:
-            log_total = jnp.logaddexp(log_total, by_kv_head(sinks_of(context, (s, width, n, 1)), kv_heads)[..., 0])
-        queries = ObservedQueries(tiles.text_positions, tiles.numbers, log_total)
-        pieces = Pieces(num_pieces, most, piece * size, context.features)
-        mass = observed_mass(observer, queries, scores_of, pieces)[..., :num_slots]
-    return PartialAttention(*(by_token(x, width) for x in state)), mass
+def _observe_group(tiles: Tiles, source: Source, context: AttentionContext) -> jax.Array:
+    """Returns the weights [S, K, P*B], or [S, X, K, P*B], that S*Q tokens give to the slots of their tables."""
+    observer, kv_heads, pieces = context.observer, source.num_kv_heads, KeyPieces.of(tiles, source, context)
+    assert observer is not None
+    q_SKRH = by_kv_head(tiles.q, kv_heads)
+
+    def scores_of(i):
+        k, _, kv_pos, hidden = pieces.read(i)
+        k = k.astype(_wide_enough(k.dtype, q_SKRH.dtype))
+        return masked_scores(q_SKRH, k, kv_pos, hidden, pieces.tiles, source, context), kv_pos
+
+    log_total = by_kv_head(tiles.log_total[..., None], kv_heads)[..., 0]
+    queries = ObservedQueries(tiles.text_positions, tiles.numbers, log_total)
+    loops = Pieces(pieces.count, pieces.most, pieces.size * source.block_size, context.features)
+    num_slots = tiles.tables.shape[1] * source.block_size
+    return observed_mass(observer, queries, scores_of, loops)[..., :num_slots]
 
 
 def by_kv_head(x, kv_heads: int):

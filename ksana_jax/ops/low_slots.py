@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.codecs.slots import SlotCodec
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.kv.layout import LOW
+from ksana_jax.kv.layout import LOW, STATE
 from ksana_jax.ops.pool import KVCache
 
 
@@ -20,20 +20,26 @@ class LowSlots(NamedTuple):
     """The tokens in few bits of a source of keys and values.
 
     per_slot: tokens that a slot holds at most. counts: blocks [..., P] -> tokens in few bits in slots [..., K, P*B].
-    read: blocks [..., P] -> keys and values [..., K, P*B*per_slot, H], in float32.
+    read: blocks [..., P] -> keys and values [..., K, P*B*per_slot, H], in float32, keys times their factors.
+    factors: block tables [S, P] -> the factors of keys [S, K, H]; None if there are none.
     """
 
     per_slot: int
     counts: Callable[[jax.Array], jax.Array]
     read: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    factors: Callable[[jax.Array], jax.Array] | None = None
 
     @classmethod
     def of(cls, cache: KVCache, layer: int | jax.Array, method: EvictionMethod, head_dim: int) -> LowSlots:
         """Returns those of one layer."""
         codec = slot_codec(cache.kv, method, head_dim)
-        return cls(
-            codec.per_slot, functools.partial(_counts, cache, layer), functools.partial(_read, cache, layer, codec)
-        )
+        read = functools.partial(_counts, cache, layer), functools.partial(_read, cache, layer, codec)
+
+        def factors(tables):  # in a row's first block, see `row_state`
+            found = cache.leaves[STATE][tables[:, 0], layer, 0]
+            return jnp.where(found > 0, found, 1)
+
+        return cls(codec.per_slot, *read, factors if method.balances else None)
 
     def pieces(
         self, tables, starts, ends, block_size: int, piece: int
@@ -50,12 +56,15 @@ class LowSlots(NamedTuple):
 
         # As many in each head. Slots that are not in use may hold anything.
         has_some = (self.counts(tables)[:, 0] > 0) & (positions(starts) < ends[:, None])
+        factors = None if self.factors is None else self.factors(tables)[:, :, None]
         last = jnp.max(jnp.where(has_some, 1 + jnp.arange(has_some.shape[1]), 0))
 
         def read(i):
             ids, at = (jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tables, starts))
             is_empty = jnp.arange(self.per_slot) >= self.counts(ids)[..., None]
-            return *self.read(ids), jnp.repeat(positions(at), self.per_slot, axis=1), _flat(is_empty)
+            k, v = self.read(ids)
+            k = k if factors is None else k / factors
+            return k, v, jnp.repeat(positions(at), self.per_slot, axis=1), _flat(is_empty)
 
         return -(-last // (piece * block_size)), read
 

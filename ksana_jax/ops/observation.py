@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -120,3 +120,20 @@ def observed_mass(
     sums = () if num_sums == 1 else (num_sums,)
     mass = jnp.zeros((s, *sums, kv_heads, pieces.most * pieces.num_tokens), jnp.float32)
     return pieces.features.loop(pieces.count, pieces.most, weigh, mass)
+
+
+def joined_masses(
+    method: EvictionMethod, masses: Sequence[jax.Array], starts: Sequence[jax.Array], block_size: int
+) -> jax.Array:
+    """Returns the weights of the slots of the first tables, whose blocks begin at 0, B, ..., from those of slots of all
+    tables: [S, K, P*B] or [S, X, K, P*B].
+
+    Args:
+      starts: [S, P] cache positions of the blocks in each of the tables.
+    """
+    update = "max" if method.score_reduction == "max" else "add"
+    joined, *others = (x.reshape(*x.shape[:-1], -1, block_size) for x in masses)
+    for mass, at in zip(others, starts[1:], strict=True):
+        add = jax.vmap(lambda x, at, more: getattr(x.at[..., at, :], update)(more, mode="drop"))
+        joined = add(joined, at // block_size, mass)
+    return joined.reshape(masses[0].shape)

@@ -22,7 +22,7 @@ def entered(cache: KVCache, q: jax.Array, context: AttentionContext, scale: floa
     cache = cache.enter(context.layer, slots, positions)
     if SCORE in cache.leaves and (scores := cache.leaves[SCORE]).shape[2] > 1:  # one of several sums is initialised
         at = scores.at[slots // cache.block_size, context.layer, :, :, slots % cache.block_size]
-        cache = KVCache(cache.leaves | {SCORE: at.set(0, mode="drop")}, cache.codec)
+        cache = cache.with_leaves(cache.leaves | {SCORE: at.set(0, mode="drop")})
     if STATE not in cache.leaves:
         return cache
     leaf = cache.leaves[STATE]
@@ -32,7 +32,7 @@ def entered(cache: KVCache, q: jax.Array, context: AttentionContext, scale: floa
     new = jnp.where(offset == 0, block, cache.num_blocks)
     leaf = leaf.at[new, context.layer, 0].set(0, mode="drop")
     leaf = leaf.at[block, context.layer, 0].add(method.observe(by_kv_head, positions, jnp), mode="drop")
-    return KVCache(cache.leaves | {STATE: leaf}, cache.codec)
+    return cache.with_leaves(cache.leaves | {STATE: leaf})
 
 
 def scored(cache: KVCache, context: AttentionContext, masses: Sequence[jax.Array]) -> KVCache:
@@ -47,4 +47,4 @@ def scored(cache: KVCache, context: AttentionContext, masses: Sequence[jax.Array
         at = scores.at[context.batch.block_tables[tiles], context.layer, *(0,) * (mass.ndim == 3)]
         pieces = jnp.moveaxis(mass.reshape(*mass.shape[:-1], -1, cache.block_size), -2, 1)
         scores = at.max(pieces) if context.observer.method.score_reduction == "max" else at.add(pieces)
-    return KVCache(cache.leaves | {SCORE: scores}, cache.codec)
+    return cache.with_leaves(cache.leaves | {SCORE: scores})

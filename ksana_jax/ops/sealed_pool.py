@@ -103,6 +103,36 @@ class SealedCache(KVCache):
     def with_kv(self, kv: jax.Array) -> SealedCache:
         return self.replace(leaves=self.leaves | {"kv": kv})  # pyright: ignore[reportAttributeAccessIssue]
 
+    def read_all(self, block_ids: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Reads the codes [n, Lg, K, P, size] of all layers of blocks [n, P], and decodes them to keys and values
+        [n, Lg, K, P*B, H]."""
+        sealing, h, layers = self.blocks.sealing, self.blocks.head_dim, self.blocks.num_layers
+        size = sealing.head_bytes(self.size, h)
+        codes = self.kv[block_ids, 0, 0, :, : layers * size]
+        codes = jnp.swapaxes(codes.reshape(*codes.shape[:-1], layers, size), 1, 3)
+        k, v = sealing.decoded(codes, self.size, h, jnp)
+        return codes, tuple(x.reshape(*x.shape[:3], -1, h) for x in (k, v))
+
+    def with_moved(
+        self, targets: jax.Array, source: jax.Array, codes: jax.Array, kv: tuple[jax.Array, jax.Array]
+    ) -> SealedCache:
+        """Moves tokens of rows to other slots. Blocks whose tokens stay together keep their codes, others are encoded.
+
+        Args:
+          targets: [n, P], the rows' blocks afterwards; those beyond their number are dropped.
+          source: [n, Lg, K, P*B], the slots that tokens come from. codes, kv: of `read_all`.
+        """
+        source = source.reshape(*codes.shape[:4], self.size)
+        first, within = source[..., :1], jnp.arange(self.size)
+        stays = ((source == first + within) & (first % self.size == 0)).all(axis=-1, keepdims=True)
+        moved = (jnp.take_along_axis(x, source.reshape(*x.shape[:4], 1), axis=3) for x in kv)
+        k, v = (x.reshape(*source.shape, x.shape[-1]) for x in moved)
+        old = jnp.take_along_axis(codes, first // self.size, axis=3)
+        new = jnp.where(stays, old, self.blocks.sealing.encoded(k, v, jnp))
+        new = jnp.swapaxes(new, 1, 3)
+        new = new.reshape(*new.shape[:3], -1)
+        return self.with_kv(self.kv.at[targets, 0, 0, :, : new.shape[-1]].set(new, mode="drop"))
+
     def _pieces(self, block_ids: jax.Array, start: Any, size: int) -> jax.Array:
         """Reads bytes [..., K, P, size] that begin at `start` in each head of blocks [..., P]."""
         heads = jnp.arange(self.kv.shape[3])[:, None]

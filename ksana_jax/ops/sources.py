@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.layout import HIDDEN
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.low_slots import LowSlots
@@ -86,17 +87,30 @@ def sources(cache: KVCache, context: AttentionContext) -> tuple[Source, ...]:
     def read_exact(ids):
         return cache.read_side(k_at, ids[..., 0]), cache.read_side(v_at, ids[..., 1])
 
-    common = heads, size
+    common, unrotated = (heads, size), cache.unrotated_keys or (observer is not None and observer.unrotated_keys)
     codes = Source(
         *common,
         lambda ids: cache.read_codes(context.layer, ids),
         *tables,
-        cache.unrotated_keys,
+        unrotated,
         exact_from,
         reads_codes,
     )
-    exact = Source(*common, read_exact, *exact_tables, cache.unrotated_keys, after, lambda q, kv: ~reads_codes(q, kv))
+    if observer is not None:
+        own = exact_tables[0]
+        exact_tables = own._replace(starts=_starts_in_cache(own.starts, context, sealing.first)), exact_tables[1]
+    exact = Source(*common, read_exact, *exact_tables, unrotated, after, lambda q, kv: ~reads_codes(q, kv))
     return codes, exact
+
+
+def _starts_in_cache(starts: jax.Array, context: AttentionContext, first: int) -> jax.Array:
+    """Returns the cache positions at which blocks of exact tokens begin. starts: [S, P] in the sequence."""
+    evicted = context.batch.positions - context.batch.cache_positions
+    of_tiles = [evicted[tokens].reshape(*part)[:, :1] for part, tokens, _ in context.shape.places()]
+    shifted = starts - jnp.concatenate(of_tiles)
+    # The first tokens are sinks. Blocks that no query reads any more may begin before them.
+    shifted = jnp.where((shifted < first) | (starts >= FAR), FAR, shifted)
+    return jnp.where(starts < first, starts, shifted)
 
 
 def _hidden(cache: KVCache, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:

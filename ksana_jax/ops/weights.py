@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.selection.base import SelectionMethod
-from ksana_jax.ops.attention import Tiles, by_kv_head, by_token, masked_scores, read_keys, sink_keys, sinks_of
+from ksana_jax.ops.attention import by_kv_head, by_token, masked_scores, read_keys, sink_keys, sinks_of
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.selection import select
 from ksana_jax.ops.sources import sources
+from ksana_jax.ops.tiles import Tiles
 from ksana_jax.scheduler.step.types import TileGroup
 
 

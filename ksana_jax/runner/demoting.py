@@ -71,6 +71,8 @@ def demoted(
     codec, kv = slot_codec(rows["kv"], method, cached.keys.shape[-1]), rows["kv"]
     per_slot = codec.per_slot
     sides = (cached.keys, cached.values)[: kv.shape[2]]
+    if method.balances:
+        sides = (sides[0] * method.low_factors(cached, jnp)[:, :, :, None], *sides[1:])
     encoded = (codec.encoded(jnp.take_along_axis(x, gone[..., None], axis=3), jnp) for x in sides)
     tokens = jnp.concatenate([codec.split(kv, jnp), jnp.stack(list(encoded), axis=2)], axis=4)
     # Tokens that were in few bits, then those that join them; the oldest go where there are too many.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,11 @@ from ksana_jax.kv.moves import Evictions
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache, stored
+from ksana_jax.ops.sealed_pool import SealedCache
 from ksana_jax.runner.compiling import compiled, lower
 from ksana_jax.runner.demoting import Split, demoted
 from ksana_jax.runner.program_key import Lowering
+from ksana_jax.runner.ranking import apart, kept_slots, ranked
 from ksana_jax.runner.statistics_eviction import facts_of, measure, with_state
 from ksana_jax.sharding.placement import Placement
 from ksana_jax.sharding.specs import BY_HEAD
@@ -175,8 +177,9 @@ def lower_measurements(*arguments: Any, method: EvictionMethod, placement: Place
 
 
 def _rows(cache: KVCache, asked: Evictions) -> dict[str, jax.Array]:
-    """Returns the leaves of rows, by slot."""
-    return {name: _by_slot(leaf[asked.tables]) for name, leaf in cache.leaves.items()}
+    """Returns the leaves of rows, by slot; without those of a block codec, which have no slots."""
+    sealed = isinstance(cache, SealedCache)
+    return {name: _by_slot(leaf[asked.tables]) for name, leaf in cache.leaves.items() if not (sealed and name == "kv")}
 
 
 def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCache:
@@ -185,28 +188,52 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
     Args:
       asked: n rows, each in one group of layers.
     """
-    tables, rows = asked.tables, _rows(cache, asked)
+    rows = _rows(cache, asked)
+    if isinstance(cache, SealedCache):
+        return _evict_codes(cache, rows, asked, method)
     if method.hides:
         num_slots, new = asked.length, rows | {HIDDEN: _hidden(cache, rows, asked, method)}
     elif method.low_codec:
         num_slots, new = asked.num_kept, _demoted(cache, rows, asked, method)
     else:
         num_slots, cached = asked.num_kept, _cached(cache, rows, asked)
-        order = _order(cached, asked, method)
+        order = ranked(cached, asked, method)
         if method.merges:
             rows = rows | _merged(cache, rows, cached, order, asked, method)
-        new = _moved(cache, rows, _sources(order, asked))
+        new = _moved(cache, rows, kept_slots(order, asked))
+    return _written(cache, new, _targets(cache, asked, num_slots), method)
+
+
+def _evict_codes(cache: SealedCache, rows: dict[str, jax.Array], asked: Evictions, method: EvictionMethod) -> KVCache:
+    """Returns a pool of a block codec after evictions of whole blocks of tokens.
+
+    The method sees the tokens of full blocks, as their codes decode them. Those of the block that is being filled stay.
+    """
+    slots, open_tokens = jnp.arange(asked.tables.shape[1] * cache.size), asked.num_tokens % cache.size
+    counts = {name: getattr(asked, name) - open_tokens for name in ("num_tokens", "num_recent", "num_kept")}
+    seen, (codes, kv) = asked._replace(**counts), cache.read_all(asked.tables)
+    full = seen.num_kept[:, None, None, None]
+    order = ranked(_with_data(rows, kv, seen), seen, method)
+    after = jnp.minimum(slots + (asked.num_tokens - asked.num_kept)[:, None, None, None], slots[-1])
+    source = jnp.where(slots < full, kept_slots(order, seen), after)
+    targets = _targets(cache, asked, asked.num_kept)
+    return _written(cache.with_moved(targets, source, codes, kv), _moved(cache, rows, source), targets, method)
+
+
+def _targets(cache: KVCache, asked: Evictions, num_slots: jax.Array) -> jax.Array:
+    """Returns the blocks [n, P] of rows' first num_slots slots; M beyond them."""
+    blocks = jnp.arange(asked.tables.shape[1]) * cache.block_size < num_slots[:, None]
+    return jnp.where(blocks, asked.targets, cache.num_blocks)
+
+
+def _written(cache: KVCache, new: dict[str, jax.Array], targets: jax.Array, method: EvictionMethod) -> KVCache:
+    """Returns the pool with new leaves of rows, by slot."""
     if method.resets_scores:
         new[SCORE] = jnp.zeros_like(new[SCORE])
-    blocks = jnp.arange(tables.shape[1]) * cache.block_size < num_slots[:, None]
-    targets = jnp.where(blocks, asked.targets, cache.num_blocks)
-    return KVCache(
-        {
-            name: leaf.at[targets].set(_by_block(new[name], cache.block_size), mode="drop")
-            for name, leaf in cache.leaves.items()
-        },
-        cache.codec,
-    )
+    written = {
+        name: cache.leaves[name].at[targets].set(_by_block(x, cache.block_size), mode="drop") for name, x in new.items()
+    }
+    return cache.with_leaves(cache.leaves | written)
 
 
 def _moved(cache: KVCache, rows: dict[str, jax.Array], source: jax.Array) -> dict[str, jax.Array]:
@@ -263,9 +290,9 @@ def _demoted(
     split = Split.of(rows, asked, method, head_dim)
     high = _moved(cache, rows, split.high_first)
     cached = _cached(cache, high, split.asked)
-    order = _order(cached, split.asked, method)
+    order = ranked(cached, split.asked, method)
     move = functools.partial(_moved, cache, high)
-    return demoted(rows, split, cached, order, _sources(order, split.asked), move, method)
+    return demoted(rows, split, cached, order, kept_slots(order, split.asked), move, method)
 
 
 def _hidden(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions, method: EvictionMethod) -> jax.Array:
@@ -276,18 +303,23 @@ def _hidden(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions, method
     slots = jnp.arange(rows[HIDDEN].shape[4])
     hidden = rows[HIDDEN][:, :, 0] | (slots >= asked.length[:, None, None, None])
     seen_first = jnp.argsort(hidden, axis=-1)  # stable
-    order = _order(_cached(cache, _moved(cache, rows, seen_first), asked), asked, method)
+    order = ranked(_cached(cache, _moved(cache, rows, seen_first), asked), asked, method)
     heads = order.shape[-1] // len(slots)  # that share a budget
     goes = jnp.argsort(order, axis=-1) >= (heads * asked.num_kept)[:, None, None, None]
     if method.per_head:
-        goes = _apart(goes, method, hidden.shape)
+        goes = apart(goes, method, hidden.shape)
     return jnp.take_along_axis(goes, jnp.argsort(seen_first, axis=-1), axis=-1)[:, :, None]
 
 
 def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cached:
     """Returns a method's input. rows: leaves of the rows, by slot."""
     stored = {name: x for name, x in rows.items() if name not in OF_TOKENS}
-    keys, values = (_decoded(cache, {name: x[:, :, side] for name, x in stored.items()}) for side in (0, -1))
+    kv = (_decoded(cache, {name: x[:, :, side] for name, x in stored.items()}) for side in (0, -1))
+    return _with_data(rows, kv, asked)
+
+
+def _with_data(rows: dict[str, jax.Array], kv: Iterable[jax.Array], asked: Evictions) -> Cached:
+    """Returns a method's input of decoded keys and values."""
     score, text_positions = (rows[name][:, :, 0] if name in rows else None for name in (SCORE, TEXT_POSITION))
     if score is not None and rows[SCORE].shape[2] > 1:
         score = jnp.moveaxis(rows[SCORE], 2, -1)
@@ -297,6 +329,7 @@ def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cac
         given = jnp.take_along_axis(asked.given, text_positions, axis=-1, mode="clip")
     counts = asked.num_tokens, asked.num_recent, asked.length
     counts = *counts, asked.group, given, asked.num_kept, asked.num_sinks, asked.num_prompt
+    keys, values = kv
     return Cached(keys, values, score, text_positions, *counts)
 
 
@@ -322,49 +355,6 @@ def _encoded(cache: KVCache, x: jax.Array) -> dict[str, jax.Array]:
         exact = {EXACT: stored(part, dtype)}
     parts = find_codec(cache.codec).encode(x[:, num_exact:], jnp)
     return {name: stored(part, cache.leaves[name].dtype) for name, part in parts.items()} | exact
-
-
-def _sources(order: jax.Array, asked: Evictions) -> jax.Array:
-    """Returns the slots [n, Lg, K, C] whose tokens move to slots 0, 1, ...: rising up to num_kept, then any."""
-    num_slots = order.shape[-1]
-    stays = jnp.arange(num_slots) < asked.num_kept[:, None, None, None]
-    return jnp.minimum(jnp.sort(jnp.where(stays, order, num_slots)), num_slots - 1)
-
-
-def _order(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:
-    """Returns the slots [n, Lg, K, C] of each head in the order in which their tokens stay; with `per_head` the slots
-    of all heads that share a budget together, see `_together`.
-
-    Among equals, older tokens stay.
-    """
-    slots = jnp.arange(cached.keys.shape[3])
-    num_tokens, num_sinks, num_recent = (
-        x[:, None, None, None] for x in (asked.num_tokens, asked.num_sinks, asked.num_recent)
-    )
-    priority = jnp.broadcast_to(method.priority(cached, jnp), cached.keys.shape[:-1]).astype(jnp.float32)
-    priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
-    stays = (slots < num_sinks) | (slots >= num_tokens - num_recent)
-    # Above all others, and below all others.
-    classes = jnp.where(slots >= num_tokens, 2, jnp.where(stays, 0, 1))
-    keys = -priority, jnp.broadcast_to(classes, priority.shape)
-    if method.per_head:
-        keys = (_together(x, method) for x in keys)
-    return jnp.lexsort(tuple(keys))
-
-
-def _together(x: jax.Array, method: EvictionMethod) -> jax.Array:
-    """[n, Lg, K, C] to [n, Lg, 1, C * K] or, with `across_layers`, to [n, 1, 1, C * Lg * K]: slots in their order."""
-    if method.across_layers:
-        return jnp.moveaxis(x, 3, 1).reshape(len(x), 1, 1, -1)
-    return jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], 1, -1)
-
-
-def _apart(x: jax.Array, method: EvictionMethod, shape: tuple[int, ...]) -> jax.Array:
-    """Undoes `_together`. shape: [n, Lg, K, C]."""
-    n, layers, heads, _ = shape
-    if method.across_layers:
-        return jnp.moveaxis(x.reshape(n, -1, layers, heads), 1, 3)
-    return jnp.swapaxes(x.reshape(n, layers, -1, heads), 2, 3)
 
 
 def _by_slot(x: jax.Array) -> jax.Array:

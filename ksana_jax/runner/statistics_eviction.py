@@ -39,7 +39,8 @@ def facts_of(params: Params, layout: KVLayout, ropes: Sequence[Rope]) -> Facts:
     # The last groups of a kind may have fewer layers.
     layers = np.zeros((len(layout.groups), len(layout.groups[0].layers)), np.int32)
     for group, row in zip(layout.groups, layers, strict=True):
-        row[: len(group.layers)] = group.layers
+        if not group.residual:
+            row[: len(group.layers)] = group.layers
     layers //= layout.eviction.heads_apart
     found, num_layers = dict(method.constants()), len(layout.places) // layout.eviction.heads_apart
     for name, x in found.items():
@@ -91,6 +92,10 @@ class StatisticsEviction:
         self.state = self.state if found.state is None else found.state
         return found
 
+    def low_factors(self, cached: Cached, xp: Any) -> Array:
+        self.state = self._call("low_factors", cached, xp)
+        return self.state
+
     def measure(self, cached: Cached, xp: Any) -> Array:
         found, shape = self._call("measure", cached, xp), cached.keys.shape[:3]
         if found.shape[:3] != shape:
@@ -139,7 +144,7 @@ def measure(cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionM
       cached: returns a method's input, see `evicting.cached`.
     """
     leaves, _, _, state = _states(cache, asked, asked.num_tokens)
-    cache = KVCache(leaves, cache.codec)
+    cache = cache.with_leaves(leaves)
     found = StatisticsEviction(method, facts, state).measure(cached(cache, asked), jnp)
     return found[:, :, None].astype(jnp.float32)
 
@@ -169,10 +174,12 @@ def with_state(
     told = StatisticsEviction(method, facts, state)
     if leaf is None:
         return evict(cache, asked, method=told), told.is_nan
-    moved = evict(KVCache(leaves, cache.codec), asked, method=told)
+    moved = evict(cache.with_leaves(leaves), asked, method=told)
     assert told.state is not None
     # The first block has the state of all; a row of padding keeps nothing.
     targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")
-    leaf = leaf.at[targets[:, 0], :, 0].set(told.state * (not method.resets_scores), mode="drop")
-    return KVCache(moved.leaves | {STATE: leaf}, cache.codec), told.is_nan
+    leaf = leaf.at[targets[:, 0], :, 0].set(
+        told.state * (bool(method.low_codec) or not method.resets_scores), mode="drop"
+    )
+    return moved.with_leaves(moved.leaves | {STATE: leaf}), told.is_nan

@@ -19,7 +19,7 @@ from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.core.recurrent import RecurrentSpec, ShortConvSpec
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
-from ksana_jax.kv.codecs.registry import CODECS
+from ksana_jax.kv.codecs.registry import BLOCK_CODECS, CODECS
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.kv.selection import SELECTION_METHODS
@@ -257,6 +257,10 @@ class Engines:
 
     def _make(self, settings: Sequence[Setting], asked: SamplingParams, num_layers: int) -> LLM:
         given = functools.reduce(operator.or_, (s.engine for s in settings), {})
+        if "kv_eviction" in given and (codec := given.get("kv_cache_dtype")) in BLOCK_CODECS:
+            given["kv_cache_dtype"] = {"k": codec, "v": codec, "residual": 1}  # exact tokens count in budgets
+            fits = {"budget": max(given["kv_eviction"]["budget"], 40)} if given["kv_eviction"]["budget"] > 1 else {}
+            given["kv_eviction"] = given["kv_eviction"] | fits
         kv_layers = next((s.kv_layers for s in settings if s.kv_layers), None)
         recurrent = next((s.recurrent for s in settings if s.recurrent), None)
         model_config, weights = of_layers(num_layers, model(), kv_layers, recurrent)

@@ -215,7 +215,6 @@ def test_the_pool_holds_the_bytes_that_are_reported():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_eviction": {"method": "h2o"}}, "kv_eviction does not go with kv_cache_dtype kivi4: it moves tokens"),
         ({"kv_full_precision_layers": [0]}, "kv_cache_dtype kivi4 does not go with kv_full_precision_layers"),
         ({"operators": {"attention": "triton"}}, "needs an NVIDIA GPU"),
     ],

@@ -105,3 +105,18 @@ def test_texts_go_on_over_evicted_tokens_as_in_the_dense_model_without_them(patt
         np.testing.assert_allclose(got, expected[np.arange(len(text) - 1), text[1:]], atol=1e-4)
         assert output.outputs[0].token_ids == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
     assert_idle(llm)
+
+
+def test_sinks_and_a_window_as_a_pattern_are_an_eviction_at_cache_positions():
+    """The pattern's keys stay rotated at text positions, and only queries are rotated twice."""
+    evicting = {"method": "streaming_llm", "sinks": 2, "budget": 10, "interval": 1, "prompts": "streamed"}
+    asked = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, logprobs=0, detokenize=False)
+    # A query sees itself and the 10 tokens that were kept before it.
+    window, found = AttentionPattern(window=9, num_sinks=2, sink_position="cache"), []
+    for settings in ({"kv_eviction": evicting}, {"pattern": window}):
+        llm = make_llm(block_size=SIZE, num_blocks=20, **settings)
+        [output] = llm.generate({"prompt_token_ids": PROMPTS[0]}, asked)
+        entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+        found.append([next(iter(entry.values())).logprob for entry in entries])
+    # Angles of other positions, and sums in another order.
+    np.testing.assert_allclose(*found, atol=1e-4)

@@ -55,6 +55,10 @@ class Sealing:
         earlier ones as codes, except the first ones of the text."""
         return block_size * (xp.maximum(positions + 1 - self.residual, 0) // block_size)
 
+    def num_exact(self, block_size: int) -> int:
+        """Returns the most newest tokens that later queries read exactly, or whose block is not full."""
+        return max(self.residual, 1) + block_size - 2
+
     def residual_live(self, live: VisibleRange) -> VisibleRange:
         """Returns the positions that later queries of layers with some live range read exactly.
 

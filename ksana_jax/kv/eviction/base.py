@@ -145,6 +145,8 @@ class EvictionMethod:
     merges: ClassVar[bool] = False
     # Codec of fewer bits in which tokens that go are kept, several to a slot; "" drops them. See `low_slots`.
     low_codec: ClassVar[Any] = ""
+    # True if `low_factors` multiply keys before they are encoded in `low_codec`.
+    balances: ClassVar[Any] = False
     # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay.
     per_head: ClassVar[bool] = False
     # True if `budgets` divides the budget among layers, or with `per_head` among KV heads, by what `measure` returns.
@@ -230,6 +232,13 @@ class EvictionMethod:
         Args:
           num_tokens: [n] tokens in the cache, also in `low_codec`. num_kept: [n] slots. num_stay: [n] sinks and recent
             tokens. per_slot: tokens that a slot holds.
+        """
+        raise NotImplementedError
+
+    def low_factors(self, cached: Cached, xp: Any) -> Array:
+        """Returns factors [n, Lg, K, H] of keys, which become the state; only with `balances`.
+
+        `state_shape` is (H,), and queries add nothing: the state is 0 until the first eviction.
         """
         raise NotImplementedError
 

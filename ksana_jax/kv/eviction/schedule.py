@@ -22,6 +22,8 @@ class EvictionSchedule:
       shares: [Gk] of `EvictionMethod.shares`, for each group; None if the group evicts nothing.
       block_size: B, the default interval.
       heads_apart: KV heads of a layer that are groups of their own; 1 if a group has all heads.
+      exact, first: newest tokens that stay because queries may read them exactly, see `Sealing.num_exact`, and first
+        ones that must be sinks for that reason.
 
     Raises:
       ConfigError: the groups would need their next blocks at different tokens, or the budget holds no interval.
@@ -31,6 +33,8 @@ class EvictionSchedule:
     shares: tuple[float | None, ...]
     block_size: int
     heads_apart: int = 1
+    exact: int = 0
+    first: int = 0
 
     def __post_init__(self):
         m, interval = self.method, self.interval
@@ -44,10 +48,12 @@ class EvictionSchedule:
                 f"kv_eviction: layerwise is false, but there are {len(self.shares)} groups of layers: one budget for "
                 "all layers needs full attention in all of them"
             )
+        if m.sinks < self.first:
+            raise ConfigError(f"kv_eviction: sinks is {m.sinks}, but kv_cache_dtype keeps first {self.first} exact")
         if not isinstance(m.budget, float) and m.budget < self.least:
             raise ConfigError(
                 f"kv_eviction: a budget of {m.budget} tokens is too small: {m.sinks} sinks and an interval of "
-                f"{interval} need {self.least}"
+                f"{interval}{f' and {self.exact} exact tokens' if self.exact else ''} need {self.least}"
             )
 
     @property
@@ -58,7 +64,7 @@ class EvictionSchedule:
     @property
     def least(self) -> int:
         """The smallest budget, to which fractions of short prompts are raised: at least one token stays."""
-        return self.method.sinks + self.interval
+        return self.method.sinks + self.exact + self.interval
 
     @property
     def counts_prompt(self) -> bool:
@@ -123,9 +129,8 @@ class EvictionSchedule:
     def num_recent(self, budgets: np.ndarray) -> np.ndarray:
         """Returns the minimum number of newest tokens that each group keeps, for budgets [Gk, n]: [Gk, n]."""
         recent = self.method.recent
-        return (
-            np.rint(recent * budgets).astype(np.int32) if isinstance(recent, float) else np.full_like(budgets, recent)
-        )
+        found = recent * budgets if isinstance(recent, float) else np.full_like(budgets, recent)
+        return np.maximum(np.rint(found), self.exact).astype(np.int32)
 
     def can_serve(self, num_prompt: int, max_len: int) -> bool:
         """Returns True if the method knows enough of a text to evict from it.

@@ -91,9 +91,9 @@ class EvictionWrapper(EvictionMethod):
 # Attributes and methods that are the inner method's, unless a subclass defines its own.
 for _name in (
     "observes score_reduction probes probe resets_scores custom_logits needs_full_text per_head across_layers "
-    "priority merges merge low_codec low_slots head_by_head once needs_text_positions num_known given query_numbers "
-    "query_factor observed_logits constants reads_ropes reads_outputs state_shape observe stored shares measures "
-    "measure budgets num_scores observed"
+    "priority merges merge low_codec low_slots balances low_factors head_by_head once needs_text_positions num_known "
+    "given query_numbers query_factor observed_logits constants reads_ropes reads_outputs state_shape observe stored "
+    "shares measures measure budgets num_scores observed"
 ).split():
     setattr(EvictionWrapper, _name, property(operator.attrgetter(f"inner.{_name}")))
 

@@ -65,6 +65,12 @@ METHODS = {
         {"method": "mikv", "codec": "fp8_e5m2", "budget": 12, "recent": 2, "sinks": 1, "interval": 3},
         lambda n: Rule("sums", [12, 12], 3, recents=[2] * 2, sinks=1, low=in_8_bits, per_slot=4, share=0.5),
     ),
+    "mikv, balanced": (
+        {"method": "mikv", "codec": "fp8_e5m2", "budget": 12, "recent": 2, "sinks": 1, "interval": 4, "balance": 0.75},
+        lambda n: Rule(
+            "sums", [12, 12], 4, recents=[2] * 2, sinks=1, low=in_8_bits, per_slot=4, share=0.5, balance=0.75
+        ),
+    ),
     # With a budget of 9 or 10, one number of a low token is rounded otherwise in float32 than in float64.
     "mikv by keydiff, streamed, the oldest dropped": (
         {

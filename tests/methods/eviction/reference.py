@@ -31,6 +31,7 @@ class Head:
     threshold: float | None = None  # of similarity, for merging
     past: list = dataclasses.field(default_factory=list)  # values after each token of the text
     low: list[int] = dataclasses.field(default_factory=list)  # positions of tokens in few bits
+    factor: np.ndarray | None = None  # of the channels of their keys
 
     def slots(self, rule: Rule) -> list[int | None]:
         """Returns the position in each slot; None for slots of tokens in few bits."""
@@ -67,6 +68,7 @@ class Rule:
     low: Callable | None = None  # vector -> the same in few bits; None drops what is not kept
     per_slot: int = 1
     share: float = 0.0
+    balance: float = 0.0  # power of the largest magnitude that divides a channel of keys
     probe: Callable | None = None  # context -> tokens after it, whose largest weights are the scores
 
 
@@ -194,8 +196,11 @@ def evict(rule: Rule, layer: int, heads: list[Head], length: int, num_prompt: in
             merge(head, [head.kept[i] for i in indices], rule.smoothing)
         if rule.low is not None:
             gone = [j for i, j in enumerate(head.kept) if i not in indices]
+            if head.factor is None:
+                head.factor = np.max([np.abs(head.stored[j]) for j in head.kept], axis=0) ** -rule.balance
             for j in gone:
-                head.stored[j], head.values[j] = rule.low(head.stored[j]), rule.low(head.values[j])
+                head.stored[j] = rule.low(head.stored[j] * head.factor) / head.factor
+                head.values[j] = rule.low(head.values[j])
             head.low = (head.low + gone)[max(num_low + len(gone) - rule.per_slot * low_slots, 0) :]
         head.kept = [head.kept[i] for i in indices]
         head.newest = []
