@@ -52,10 +52,9 @@ class ModelConfig:
         when they are added to hidden states, and of the logits.
       position_offset: a table with a row for each position is added to the embedding, with so many rows before that of
         position 0; None for no such table. Sequences then have no more than max_position tokens.
-      max_position: context length in tokens that the model was trained for.
+      max_position: context length in tokens that the model was trained for. out_gate: see `layer_spec.AttentionSpec`.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
       latent: what the pool stores of a token instead of keys and values, see `layer_spec.LatentSpec`; None for those.
-      out_gate: see `layer_spec.AttentionSpec`.
       recurrent: layers that have a state instead of keys and values, see `core.recurrent`; None for none.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
@@ -107,8 +106,7 @@ class ModelConfig:
         if isinstance(self.head_dim, int) and self.head_dim % 2:
             found.append(f"head_dim is {self.head_dim}, must be even for rotary embeddings")
         for name in ("rope", "pattern"):
-            value = getattr(self, name)
-            if isinstance(value, tuple) and len(value) != self.num_layers:
+            if isinstance(value := getattr(self, name), tuple) and len(value) != self.num_layers:
                 found.append(f"{name} has {len(value)} entries, the model has {self.num_layers} layers")
         optional = ("attention_scale", "soft_cap", "logit_soft_cap")
         numbers = ("norm_eps", "embed_scale", "residual_scale", "logit_scale")
@@ -123,8 +121,7 @@ class ModelConfig:
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         found += [] if self.experts is None else self.experts.problems()
-        found += ["out_gate does not go with latents"] * (self.out_gate and self.latent is not None)
-        found += [] if self.latent is None else self.latent.problems(self.num_kv_heads, self.head_dim)
+        found += [] if self.latent is None else self.latent.problems(self.num_kv_heads, self.head_dim, self.out_gate)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)
         if self.kv_layers is not None and not found:
