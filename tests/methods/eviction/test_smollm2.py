@@ -14,9 +14,11 @@ from ksana_jax.lab.runs.asking import token_scores
 from ksana_jax.loading import load_model
 from ksana_jax.models import make_rope
 from ksana_jax.models.transformer import forward
+from ksana_jax.ops.low_slots import LowSlots
 from ksana_jax.scheduler import row_eviction
 from tests import real
-from tests.methods.eviction.reference import Head, Rule, evict
+from tests.methods.eviction.defined import in_8_bits
+from tests.methods.eviction.reference import Head, Rule, evict, pooled
 
 pytestmark = [pytest.mark.soak, real.smollm2]
 RECORDED = json.loads((Path(__file__).parents[2] / "golden" / "smollm2_eviction.json").read_text())
@@ -61,24 +63,30 @@ def test_decoded_log_likelihoods_are_those_of_the_definition(name):
     assert output.outputs[0].cumulative_logprob / len(forced) == pytest.approx(RECORDED["mean_logprob"][name], abs=1e-5)
 
 
-def test_d2o_merges_keys_and_values_as_its_definition_does():
-    """Of three layers, against float64 from the same keys, values and sums."""
-    ids, settings = RECORDED["token_ids"][:512], ONCE | {"method": "d2o", "budget": 64, "recent": 16}
-    llm = LLM("smollm2", max_model_len=704, max_num_seqs=1, max_num_batched_tokens=128, kv_eviction=settings)
+def attention(ids):
+    """Yields each layer's number, keys and values [C, K, H] and weights [K, G, T, C] of a text, in float64."""
     config, params = load_model("smollm2")
-    rope, at = make_rope(config.rope, config.head_dim), jnp.arange(len(ids))
-    layers, found = {0, 14, 29}, {}
+    rope, at, found = make_rope(config.rope, config.head_dim), jnp.arange(len(ids)), []
 
     def attend(layer, q, k, v, state):
         q, k = (rope.rotate(x, rope.angles(at)) for x in (q, k))
         grouped = q.reshape(len(q), config.num_kv_heads, -1, config.head_dim) * config.head_dim**-0.5
         scores = jnp.einsum("tkgh,ckh->kgtc", grouped, k, precision="highest")
         weights = jax.nn.softmax(jnp.where(jnp.tri(len(q), dtype=bool), scores, -jnp.inf))
-        if layer in layers:
-            found[layer] = [np.asarray(x, np.float64) for x in (k, v, weights.sum((1, 2)))]
+        found.append((layer, k, v, weights))
         return jnp.einsum("kgtc,ckh->tkgh", weights, v, precision="highest").reshape(q.shape), state
 
     forward(params, jnp.array(ids), attend, None, config=config)
+    for layer, *arrays in found:
+        yield layer, *(np.asarray(x, np.float64) for x in arrays)
+
+
+def test_d2o_merges_keys_and_values_as_its_definition_does():
+    """Of three layers, against float64 from the same keys, values and sums."""
+    ids, settings = RECORDED["token_ids"][:512], ONCE | {"method": "d2o", "budget": 64, "recent": 16}
+    llm = LLM("smollm2", max_model_len=704, max_num_seqs=1, max_num_batched_tokens=128, kv_eviction=settings)
+    layers = {0, 14, 29}
+    found = {layer: (k, v, weights.sum((1, 2))) for layer, k, v, weights in attention(ids) if layer in layers}
     request = llm.engine.add_request(np.array(ids), SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
     rows = llm.engine.scheduler.rows
     while not len(order := llm.engine.scheduler.order) or not rows.num_evicted[0, order[0]]:
@@ -96,7 +104,7 @@ def test_d2o_merges_keys_and_values_as_its_definition_does():
                 values=dict(enumerate(v[:, h])),
                 scores=dict(enumerate(sums[h])),
             )
-            for h in range(config.num_kv_heads)
+            for h in range(k.shape[1])
         ]
         before = [np.array([head.values[j] for j in range(512)]) for head in heads]
         evict(rule, layer, heads, 512, 512)
@@ -112,20 +120,10 @@ def test_d2o_merges_keys_and_values_as_its_definition_does():
 
 def test_cake_divides_the_budget_as_its_definition_does(monkeypatch):
     """In float64, from the weights that the last queries of a prompt give in all layers."""
-    ids, window = RECORDED["token_ids"][:512], 32
-    config, params = load_model("smollm2")
-    rope, at, preferences = make_rope(config.rope, config.head_dim), jnp.arange(len(ids)), []
-
-    def attend(layer, q, k, v, state):
-        q, k = (rope.rotate(x, rope.angles(at)) for x in (q, k))
-        grouped = q.reshape(len(q), config.num_kv_heads, -1, config.head_dim) * config.head_dim**-0.5
-        scores = jnp.einsum("tkgh,ckh->kgtc", grouped, k, precision="highest")
-        weights = jax.nn.softmax(jnp.where(jnp.tri(len(q), dtype=bool), scores, -jnp.inf))
-        last = np.asarray(weights[:, :, -window:, :-window], np.float64)
+    ids, window, preferences = RECORDED["token_ids"][:512], 32, []
+    for _, _, _, weights in attention(ids):
+        last = weights[:, :, -window:, :-window]
         preferences.append(-(last * np.log(last + 1e-10)).sum() * last.var(axis=2, ddof=1).sum())
-        return jnp.einsum("kgtc,ckh->tkgh", weights, v, precision="highest").reshape(q.shape), state
-
-    forward(params, jnp.array(ids), attend, None, config=config)
     found = []
 
     def spied(schedule, measured, num_prompt):
@@ -144,3 +142,67 @@ def test_cake_divides_the_budget_as_its_definition_does(monkeypatch):
     assert (shares < 512 - window).all(), "none is cut off at the prompt"
     np.testing.assert_allclose(budgets, window + shares, atol=1)
     assert budgets.max() > 1.5 * budgets.min()
+
+
+def test_adakv_divides_each_layers_budget_as_its_definition_does():
+    """By the tokens that a layer's heads keep, from the weights of a prompt's last queries in float64."""
+    ids, window, budget = RECORDED["token_ids"][:512], 32, 64
+    settings = {"method": "adakv", "of": {"method": "snapkv"}, "budget": budget, "recent": window, "interval": 1}
+    settings |= {"alpha": 0.75, "sinks": 0}
+    llm = LLM("smollm2", max_model_len=704, max_num_seqs=1, kv_eviction=settings, kept_tokens=True)
+    [output] = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    kept = output.outputs[0].kept_tokens[:, :, : len(ids)]
+    for layer, _, _, weights in attention(ids):
+        sums = weights[:, :, -window:, :-window].sum((1, 2))
+        scores = np.array([pooled(head, 5, "avg") for head in sums])
+        safe = np.argsort(-scores, axis=1)[:, : int(0.75 * budget) - window]
+        np.put_along_axis(scores, safe, np.inf, axis=1)
+        least = np.sort(scores.ravel())[::-1][len(scores) * (budget - window) - 1]
+        # float32: tokens whose scores are as good as equal may change places.
+        unsure = np.isclose(scores, least, rtol=1e-4, atol=0)
+        assert unsure.sum() < 4
+        assert ((kept[layer, :, :-window] == (scores >= least)) | unsure).all() and kept[layer, :, -window:].all()
+    assert len({*kept[14].sum(axis=1).tolist()}) > 1, "heads keep different numbers"
+
+
+def test_mikv_keeps_tokens_in_few_bits_as_its_definition_does():
+    """Of three layers, against float64 from the same keys, values and sums."""
+    ids, layers = RECORDED["token_ids"][:512], {0, 14, 29}
+    settings = ONCE | {"method": "mikv", "codec": "fp8_e5m2", "share": 0.5, "budget": 256, "recent": 16, "sinks": 4}
+    llm = LLM("smollm2", max_model_len=704, max_num_seqs=1, max_num_batched_tokens=128, kv_eviction=settings)
+    request = llm.engine.add_request(np.array(ids), SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    rows = llm.engine.scheduler.rows
+    while not len(order := llm.engine.scheduler.order) or not rows.num_evicted[0, order[0]]:
+        llm.engine.step()
+    llm.engine.make_moves()
+    rule = Rule("sums", [256] * 30, 1, recents=[16] * 30, sinks=4, once=True, low=in_8_bits, per_slot=4, share=0.5)
+    tables = jnp.asarray(rows.block_tables[0, order[:1], : 256 // llm.config.block_size])
+    slots = np.arange(256)
+    for layer, k, v, weights in attention(ids):
+        if layer not in layers:
+            continue
+        cache, low = llm.runner.cache, LowSlots.of(llm.runner.cache, layer, llm.runner.layout.eviction.method, 64)
+        counts = np.asarray(low.counts(tables))[0]
+        few, exact = (np.asarray(of) for of in low.read(tables)), (np.asarray(of) for of in cache.read(layer, tables))
+        (few_k, few_v), (exact_k, exact_v) = few, exact
+        sums = weights.sum((1, 2))
+        for number in range(len(counts)):
+            head = Head(
+                list(range(512)),
+                stored=dict(enumerate(k[:, number])),
+                values=dict(enumerate(v[:, number])),
+                scores=dict(enumerate(sums[number])),
+            )
+            evict(rule, layer, [head], 512, 512)
+            is_low = counts[number] > 0
+            assert is_low.sum() == -(-len(head.low) // 4) and len(head.kept) == (~is_low).sum()
+            wanted = np.array([[of[j] for j in head.kept] for of in (head.stored, head.values)])
+            found = np.array([exact_k[0, number, slots[~is_low]], exact_v[0, number, slots[~is_low]]])
+            np.testing.assert_allclose(found, wanted, atol=2e-3)  # as above
+            used = np.flatnonzero(np.arange(4) < counts[number][:, None])
+            wanted = np.array([[of[j] for j in head.low] for of in (head.stored, head.values)])
+            found = np.array([few_k[0, number, used], few_v[0, number, used]])
+            # Two bits after the point; numbers in the middle between two of e5m2 are rounded up or down.
+            same = np.isclose(found, wanted, atol=1e-6)
+            assert same.mean() > 0.999 and np.isclose(found, wanted, rtol=0.25, atol=1e-4).all()
+    llm.engine.abort(request.request_id)
