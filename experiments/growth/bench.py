@@ -215,7 +215,7 @@ def in_own_process(label: str, size: int) -> Measurement:
 def _measured(label: str, size: int) -> Measurement:
     import ksana_jax.engine.llm  # noqa: F401  so that its memory is not the case's
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # restarts the count of the peak
     before = _memory("VmRSS")
     found = SERIES[label].measure(size)
     taken = _memory("VmHWM") - before
