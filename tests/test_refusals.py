@@ -27,6 +27,7 @@ SOME = {
     "shared_prefix_attention": {"shared_prefix_attention": True},
     refusals.FEWER_BITS: {"kv_eviction": {"method": "mikv", "of": {"method": "knorm"}}, "kv_cache_dtype": "f32"},
     refusals.WHOLE_BLOCKS: {"kv_cache_dtype": "kivi4"},
+    refusals.CACHES_EVICTED: {"kv_eviction": {"method": "knorm", "budget": 20}, "enable_prefix_caching": True},
     refusals.REWRITES: {"kv_eviction": {"method": "d2o", "budget": 20}},
     refusals.ROTATES_READ: {"kv_cache_dtype": "kvquant4"},
     "kv_full_precision_layers": {"kv_full_precision_layers": [0]},

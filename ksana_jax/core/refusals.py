@@ -43,6 +43,7 @@ ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
 COMPARES_HEADS = "kv_eviction that compares heads"
 FEWER_BITS = "kv_eviction that keeps tokens in fewer bits"
 WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
+CACHES_EVICTED = "kv_eviction with enable_prefix_caching"
 REWRITES = "kv_eviction that merges, hides, measures, probes or keeps tokens in fewer bits"
 ROTATES_READ = "kv_cache_dtype that rotates keys when they are read"
 NOT_NATIVE = "kv_cache_dtype other than f32, bf16, f16 and int8"
@@ -122,12 +123,10 @@ REFUSALS = (
     Refusal("data_parallel_size", "disk_cache_dir", "one engine writes the folder"),
     Refusal("disk_cache_dir", "distributed", "each process has the keys and values of its own heads only"),
     Refusal(HOST_EMBEDDING, "distributed", "each process would send the others its rows"),
-    Refusal(RECURRENT, "kv_eviction", "a cached prefix of evicted blocks has no state"),
+    Refusal(RECURRENT, CACHES_EVICTED, "a cached prefix of evicted blocks has no state: set it to false"),
     Refusal(RECURRENT, "speculative_config", "the state after rejected draft tokens cannot be taken back"),
     Refusal(RECURRENT, "tensor_parallel_size", "states are not divided among devices"),
     Refusal(RECURRENT, "enable_lora", "adapters of recurrent layers are untested"),
-    Refusal(RECURRENT, "kv_full_precision_layers", "groups with recurrent layers are untested"),
-    Refusal(RECURRENT, WHOLE_BLOCKS, "groups with recurrent layers are untested"),
     Refusal(RECURRENT, "kept_tokens", "a state does not tell which tokens it has kept", principle=True),
     Refusal(RECURRENT, BY_HEAD, "recurrent layers have no heads with a pattern", principle=True),
     Refusal("enable_lora", "tensor_parallel_size", "each device would need its part of every adapter"),

@@ -41,13 +41,14 @@ def make_layout(
         exact_dtype=config.dtype,
         text_positions=config.kept_tokens,
     )
+    if model.recurrent is not None:
+        refusals.check({refusals.RECURRENT: True, refusals.CACHES_EVICTED: config.enable_prefix_caching and eviction})
+        [(_, dtype)] = find_codec(config.dtype).arrays(model.head_dim).values()
+        layout = dataclasses.replace(layout, states=state_layout(model, dtype, num_state_slots(config)))
     if exact := config.kv_full_precision_layers:
         raw = layout_of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
         layout = _with_exact_layers(layout, exact, raw.leaf("kv"))
     _check_stored(model, config, layout)
-    if model.recurrent is not None:
-        [(_, dtype)] = find_codec(config.dtype).arrays(model.head_dim).values()
-        layout = dataclasses.replace(layout, states=state_layout(model, dtype, num_state_slots(config)))
     if selection is not None:
         refusals.check({"kv_selection": True, refusals.ALIBI: model.alibi is not None})
     return layout
@@ -71,8 +72,10 @@ def _with_exact_layers(layout: KVLayout, layers: Sequence[int], kv: Leaf) -> KVL
     last, sources = len(layout.places) - 1, layout.sources
     if max(layers) > last:
         raise ConfigError(f"kv_full_precision_layers has {max(layers)}, the model has layers 0 to {last}")
-    if reading := [f"{layer} reads layer {sources[layer]}" for layer in layers if sources[layer] != layer]:
-        raise ConfigError(f"kv_full_precision_layers has layers without keys and values: {', '.join(reading)}")
+    without = [f"{layer} reads layer {sources[layer]}" for layer in layers if sources[layer] != layer]
+    without += [f"{layer} is recurrent" for layer in layers if layout.states and layer in layout.states.layers]
+    if without:
+        raise ConfigError(f"kv_full_precision_layers has layers without keys and values: {', '.join(without)}")
     counts = [sum(layer in layers for layer in group.layers) for group in layout.groups]
     if len(set(counts)) > 1:
         held = ", ".join(f"{count} of {group.layers}" for count, group in zip(counts, layout.groups, strict=True))

@@ -109,12 +109,14 @@ class KVLayout:
     @functools.cached_property
     def residual_places(self) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
         """Returns for each layer the places, as in `places`, of its exact keys and of its exact values next to a block
-        codec's codes; empty without one."""
+        codec's codes; empty without one. For a recurrent layer, any."""
         found = {
             (layer, side): (g, at)
             for g, group in enumerate(self.groups)
             for at, (layer, side) in enumerate(zip(group.layers, group.residual))
         }
+        if found and self.states is not None:
+            found |= {(layer, side): (0, 0) for layer in self.states.layers for side in "kv"}
         order = self.sources or range(len(found) // 2)
         return tuple((found[layer, "k"], found[layer, "v"]) for layer in order if found)
 

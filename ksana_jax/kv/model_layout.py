@@ -149,7 +149,7 @@ def _sealed(
 
     All blocks have the size of a block of codes, unless one layer's keys need more.
     """
-    layers = sorted(set(sources))
+    layers = sorted(set(sources) - set(model.recurrent.layers if model.recurrent else ()))
     shares = None if eviction is None else _shares(eviction, patterns, layers)
     groups = group_layers(patterns, shares, layers)
     [(_, exact)] = find_codec(sealing.residual_dtype or exact_dtype).arrays(model.head_dim).values()

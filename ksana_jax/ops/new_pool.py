@@ -22,7 +22,7 @@ def make_cache(layout: KVLayout, num_blocks: int, zeros: Callable[..., jax.Array
     found = layout.states
     states = {} if found is None else {x.name: zeros((found.num_slots, *x.shape), x.dtype) for x in found.leaves}
     if layout.sealed is not None:
-        return SealedCache(leaves, layout.codec, layout.sealed, layout.block_size)
+        return SealedCache(leaves, layout.codec, layout.sealed, layout.block_size, states=states)
     return KVCache(leaves, layout.codec, states=states)
 
 

@@ -14,8 +14,10 @@ from tests.soak import soak_unless
 # On several devices: tests/sharding/on_devices/test_pairs.py.
 ONE_DEVICE = [setting for setting in SETTINGS.values() if setting.kind != "devices"]
 # The one layer that stores keys and values would be in full precision.
-NOT_BOTH = ("kv_full_precision_layers", "kv_layers")
-PAIRS = [(a, b) for a, b in itertools.combinations(ONE_DEVICE, 2) if a.kind != b.kind and (a.name, b.name) != NOT_BOTH]
+NOT_BOTH = {("kv_full_precision_layers", other) for other in ("kv_layers", "recurrent layers")}
+PAIRS = [
+    (a, b) for a, b in itertools.combinations(ONE_DEVICE, 2) if a.kind != b.kind and (a.name, b.name) not in NOT_BOTH
+]
 # One that ended in ZeroDivisionError, and some drawn by a seed; `make soak` has all.
 SAMPLE = {("kv_eviction h2o", "preempt auto")} | {
     (a.name, b.name) for a, b in random.Random(35).sample([pair for pair in PAIRS if pair[1].kind != "grammar"], 20)
@@ -25,6 +27,7 @@ SAMPLE |= {
     (name, "structured_outputs") for name in ("speculative_config jacobi", "num_scheduler_steps", "preempt swap")
 }
 SAMPLE |= {("recurrent layers", name) for name in ("host tier", "preempt swap", "n", "numerics invariant")}
+SAMPLE |= {(name, "recurrent layers") for name in ("kv_eviction h2o", "kv_cache_dtype gear4")}
 
 
 @pytest.fixture(scope="module")

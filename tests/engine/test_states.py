@@ -71,6 +71,43 @@ def test_a_batch_gets_the_tokens_that_each_prompt_gets_alone():
 
 @pytest.mark.parametrize(
     "settings",
+    [
+        {"kv_eviction": {"method": "h2o", "budget": 16}},
+        pytest.param({"kv_eviction": {"method": "snapkv", "budget": 20}}, marks=pytest.mark.soak),
+        {"kv_cache_dtype": "gear4", "block_size": 8},
+    ],
+    ids=str,
+)
+def test_attention_layers_evict_and_encode_whatever_else_is_served(settings):
+    llm = LLM(str(CASE.model_dir), **SMALL | settings)
+    expected = [served(llm, [prompt])[0] for prompt in PROMPTS]
+    assert sum(a[0] != b[0] for a, b in zip(expected, alone(), strict=True)) >= ("kv_eviction" in settings)
+    assert_equal(served(llm, PROMPTS), expected)
+    [both] = llm.generate(PROMPTS[-1:], SamplingParams(temperature=0, max_tokens=16, n=2, detokenize=False))
+    assert [tuple(one.token_ids) for one in both.outputs] == [expected[-1][0]] * 2
+    few = {"num_blocks": 30 if "kv_eviction" in settings else 40, "host_cache_bytes": 2**20, "preempt": "swap"}
+    llm = LLM(str(CASE.model_dir), **SMALL | settings | few)
+    assert_equal(served(llm, PROMPTS), expected)
+    assert sum(record.num_preemptions for record in llm.records)
+
+
+def test_a_cached_prefix_of_evicted_blocks_is_refused():
+    with pytest.raises(ConfigError, match="has no state: set it to false"):
+        LLM(str(CASE.model_dir), **SMALL, kv_eviction={"method": "h2o", "budget": 16}, enable_prefix_caching=True)
+
+
+def test_recurrent_layers_have_no_keys_in_full_precision():
+    biases = str(golden_case("lfm2-mha-conv-biases").model_dir)
+    exact = {"kv_cache_dtype": "int8", "kv_full_precision_layers": [0]}
+    found = served(LLM(biases, **SMALL | exact), PROMPTS)
+    for (_, logprobs), (_, others) in zip(found, served(LLM(biases, **SMALL), PROMPTS), strict=True):
+        np.testing.assert_allclose(logprobs[:1], others[:1], atol=0.05)
+    with pytest.raises(ConfigError, match="layers without keys and values: 1 is recurrent"):
+        LLM(biases, **SMALL | exact | {"kv_full_precision_layers": [1]})
+
+
+@pytest.mark.parametrize(
+    "settings",
     [{"num_scheduler_steps": 3}, {"async_scheduling": False}, {"shared_prefix_attention": True}],
     ids=str,
 )
