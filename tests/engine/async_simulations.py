@@ -179,7 +179,7 @@ class AsyncSimulation:
         if memory.host is not None:
             # A read that nobody waits for any more keeps its slot as long as the disk writes to it.
             reads = memory.disk_reads
-            assert memory.host.pool.num_used == (0 if reads is None else len(reads.late))
+            assert memory.host.pool.num_used == (0 if reads is None else len(reads.late(memory.host)))
             if self.simulation.disk is not None:
                 self.simulation.disk.end_all()
             self.engine.step()

@@ -17,7 +17,7 @@ from tests.fakes import asking
 class Toy:
     """The part of a scheduler that `advance` needs; nothing runs in rows."""
 
-    rows = row_blocks = eviction = None
+    rows = row_blocks = eviction = states = None
 
     def __init__(self):
         self.forked, self.ended, self.queue, self.parents = [], [], self, []
