@@ -26,23 +26,27 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.request import SamplingParams
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.machine_load import Compilations
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, Scaled, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS, WARM_UP, CONTEXT, ROWS = 48, 8, 256, 64
+CHUNK = 1024  # tokens that a step computes at most
 CACHED_PROMPT = 16_384  # tokens of the requests that fill the prefix cache
 RANK = 8
-# Decimal places of milliseconds of steps.
+# Shorter steps are not told apart by the clock.
 _SHORTEST_S = 1e-6
 
 
 class Found(NamedTuple):
-    """Seconds of a step, and what the simulator's roofline expects; None where it has no model of it."""
+    """Seconds of a step, what the simulator's roofline expects, None where it has no model of it, and programs compiled
+    while it was timed."""
 
     step_s: float
     predicted_s: float | None = None
+    compilations: int = 0
 
 
 def rows_on_host(rows: int) -> Found:
@@ -147,20 +151,23 @@ def _decode(model: str, rows: int, context: int, adapters: Sequence[Any] = ()) -
     from ksana_jax.lab.bench.latency import decode_seconds, make_llm
 
     of_adapters = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": RANK} if adapters else {}
-    length = context + WARM_UP + STEPS
-    llm = make_llm(
-        model, dtype="bf16", max_num_seqs=rows, max_model_len=length, num_blocks=rows * -(-length // 16), **of_adapters
-    )
-    rng, params = np.random.default_rng(0), forced(WARM_UP + STEPS, temperature=0)
+    # The first rows decode until the last ones have joined.
+    num_output = WARM_UP + STEPS + rows * context // CHUNK
+    length = context + num_output
+    settings = {"dtype": "bf16", "max_num_seqs": rows, "max_model_len": length, "max_num_batched_tokens": CHUNK}
+    llm = make_llm(model, **settings, num_blocks=rows * -(-length // 16), enable_prefix_caching=True, **of_adapters)
+    rng, params = np.random.default_rng(0), forced(num_output, temperature=0)
     prompts = rng.integers(3, llm.model_config.vocab_size, (rows, context))
     lora = [adapters[row % len(adapters)] for row in range(rows)] if adapters else None
-    for _ in range(2):  # the first time compiles
+    compilations = Compilations()
+    for _ in range(3):  # the first time computes the prompts, the second finds them cached; both compile
+        compilations.read()
         llm.clear_records()
         for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, lora_request=lora):
             output.check()
-    seconds = decode_seconds(llm.records, rows)
+    seconds, compiled = decode_seconds(llm.records, rows), compilations.read()
     assert seconds is not None, "no two decode steps in succession"
-    return Found(seconds, _predicted(llm, rows, context + STEPS // 2))
+    return Found(seconds, _predicted(llm, rows, context + num_output // 2), compiled)
 
 
 def _predicted(llm: Any, rows: int, context: int) -> float:
@@ -220,7 +227,8 @@ def _measured(label: str, size: int) -> Measurement:
     found = SERIES[label].measure(size)
     taken = _memory("VmHWM") - before
     predicted = {} if found.predicted_s is None else {"predicted_s": found.predicted_s}
-    return {"step_s": max(found.step_s, _SHORTEST_S), "memory_bytes": taken, **predicted}
+    seconds = {"step_s": max(found.step_s, _SHORTEST_S), **predicted}
+    return {**seconds, "memory_bytes": taken, "compilations": found.compilations}
 
 
 def _memory(name: str) -> int:

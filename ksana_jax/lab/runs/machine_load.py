@@ -59,7 +59,8 @@ class Load:
     def _now(self) -> tuple[float, float, float] | None:
         if (found := self._clock()) is None:
             return None
-        return (*found, time.process_time() + sum(map(seconds_of, self._pids())))
+        _, _, *ended, _ = os.times()  # of children
+        return (*found, time.process_time() + sum(ended) + sum(map(seconds_of, self._pids())))
 
 
 class Compilations:
