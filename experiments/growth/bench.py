@@ -26,6 +26,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.request import SamplingParams
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.figures import legend, line_style, plain_numbers
 from ksana_jax.lab.runs.machine_load import Compilations
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, Scaled, milliseconds
 
@@ -50,7 +51,8 @@ class Found(NamedTuple):
 
 
 def rows_on_host(rows: int) -> Found:
-    return _host_steps(host_engine.decoding_engine(rows, CONTEXT, 2 * STEPS, prefix_cache=True))
+    steps = rows * CONTEXT // host_engine.PREFILL_TOKENS + 2 * STEPS  # until the last row has joined, and then
+    return _host_steps(host_engine.decoding_engine(rows, CONTEXT, steps, prefix_cache=True), rows)
 
 
 def waiting_on_host(waiting: int) -> Found:
@@ -58,7 +60,7 @@ def waiting_on_host(waiting: int) -> Found:
     prompt = np.zeros(CONTEXT, np.int32)
     for _ in range(waiting):
         engine.add_request(prompt, SamplingParams(max_tokens=2, detokenize=False))
-    return _host_steps(engine)
+    return _host_steps(engine, ROWS)
 
 
 def cached_on_host(blocks: int) -> Found:
@@ -86,7 +88,7 @@ def _run(engine: Any, prompt: np.ndarray) -> None:
         engine.step()
 
 
-def _host_steps(engine: Any) -> Found:
+def _host_steps(engine: Any, rows: int) -> Found:
     executing = host_engine.Stopwatch(engine.executor.submit)
     engine.executor.submit = executing
     seconds = []
@@ -95,6 +97,7 @@ def _host_steps(engine: Any) -> Found:
         began = time.thread_time()
         engine.step()
         seconds.append(time.thread_time() - began - executing.read()[0])
+        assert engine.records[-1].num_decodes == rows
     return Found(float(np.median(seconds[WARM_UP:])))
 
 
@@ -283,22 +286,16 @@ class Growth(Bench):
         ]
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws a panel for each cost: its time, and the roofline's where there is one, over the size."""
-        series = _by_label(rows)
-        across = min(len(series), 2)
-        panels = figure.subplots(-(-len(series) // across), across, squeeze=False).ravel()
-        figure.set_figheight(1.5 * len(panels) / across)
-        for axes in panels[len(series) :]:
-            axes.set_axis_off()
-        for axes, (label, members) in zip(panels, series, strict=False):
-            sizes = [row.point["size"] for row in members]
-            for key, style, name in (("step_s", "o-", "measured"), ("predicted_s", "--", "roofline")):
-                points = [(n, 1e3 * mean) for n, row in zip(sizes, members, strict=True) if (mean := row.mean(key))]
-                if points:
-                    axes.loglog(*zip(*points, strict=True), style, label=name, markersize=3)
-            axes.set_title(label, fontsize="small")
-            axes.set_ylabel("ms")
-        panels[0].legend()
+        """Draws each cost's time over its size, both relative to the smallest size."""
+        axes = figure.subplots()
+        for index, (label, members) in enumerate(_by_label(rows)):
+            times = [(row.point["size"] / members[0].point["size"], row.mean("step_s")) for row in members]
+            sizes, seconds = zip(*((size, mean) for size, mean in times if mean), strict=True)
+            axes.loglog(sizes, np.divide(seconds, seconds[0]), label=label, marker="o", **line_style(index))
+        plain_numbers(axes.xaxis, axes.yaxis)
+        axes.set_xlabel("size, relative to the smallest")
+        axes.set_ylabel("time, relative to the smallest's")
+        legend(figure, axes)
 
 
 def _by_label(rows: Sequence[ResultRow]) -> list[tuple[str, list[ResultRow]]]:
