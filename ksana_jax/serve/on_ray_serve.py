@@ -172,6 +172,7 @@ class Ingress:
         self._stack, self._tasks = contextlib.AsyncExitStack(), set()
         proxy, self._url = await self._stack.enter_async_context(routing(settings, router_settings))
         self._fleet, self._began = proxy.fleet, False
+        self._looks = round(settings.queue_timeout_s / LOOK_S)  # that a request takes until there is a server
         self._session = await self._stack.enter_async_context(
             aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
@@ -190,6 +191,11 @@ class Ingress:
 
     async def __call__(self, request: Request) -> StreamingResponse:
         """Passes a request to the proxy, and its answer back as it comes."""
+        # Serve upgrades a single server by ending it first.
+        for _ in range(self._looks if request.method == "POST" else 0):
+            if self._fleet.num_ready:
+                break
+            await asyncio.sleep(LOOK_S)
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP]
         headers.append(("Host", request.headers.get("host", "")))
         # It does not come from this machine, for all that the proxy can see.
