@@ -31,7 +31,7 @@ from ksana_jax.lab.runs.tasks.row_figure import draw_bars
 from tests.lab.runs.runs import reported
 
 INF, NAN = math.inf, math.nan
-STUDIES = sorted(path.parent for path in (Path(__file__).parents[3] / "experiments").glob("*/records.jsonl"))
+STUDIES = sorted(path.parent for path in (Path(__file__).parents[3] / "experiments").glob("*/run.json"))
 
 
 def strictly(text):
