@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from ksana_jax.core import refusals
 from ksana_jax.core.refusals import REFUSALS
 
+ADDS_UP = "eviction that adds up attention"
 # Names of settings as `Simulation.drawn` gives them, and what the list of refusals calls them.
 SETTINGS = {
     "pattern": (),
@@ -28,7 +29,7 @@ SETTINGS = {
     "full-precision layers": ("kv_full_precision_layers",),
     "block codec": (refusals.WHOLE_BLOCKS,),
     "eviction": ("kv_eviction",),
-    "eviction that adds up attention": ("kv_eviction", refusals.ADDS_UP_ATTENTION),
+    ADDS_UP: ("kv_eviction", refusals.ADDS_UP_ATTENTION),
     "selection": ("kv_selection",),
     "drafts": ("speculative_config",),
     "branches": ("speculative_config", refusals.BRANCHES),
@@ -39,10 +40,13 @@ SETTINGS = {
 KINDS = (
     {"preempt swap", "preempt recompute", "preempt auto"},
     {"codec", "block codec"},
-    {"eviction", "eviction that adds up attention"},
+    {"eviction", ADDS_UP},
     {"drafts", "branches", "draft model"},
     # Served together (tests/combinations), but drawn apart.
-    *({"recurrent layers", other} for other in ("codec", "selection")),
+    *(
+        {"recurrent layers", other}
+        for other in ("codec", "block codec", "full-precision layers", "selection", "eviction", ADDS_UP)
+    ),
 )
 
 
