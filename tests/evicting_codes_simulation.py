@@ -12,7 +12,7 @@ from ksana_jax.kv.codecs.registry import find_sealing
 from ksana_jax.kv.eviction import read_eviction
 from tests.counted_evictions import Counted, Storage, plain
 from tests.drawn_eviction import ROTATED, drawn_eviction
-from tests.expected import LONGEST, PATTERNS, seen_later
+from tests.expected import PATTERNS, seen_later
 from tests.fake_network import HEAD_DIM, attend, embed, weights_of
 from tests.fake_pool import digest, paid, vectors
 from tests.fake_sealed_pool import SealingExecutor
@@ -99,12 +99,7 @@ class EvictingCodesSimulation(StoringSimulation):
         self.pattern = rng.choice([name for name in sorted(PATTERNS) if FULL in PATTERNS[name]])
         self.storage = Storage(self.pattern, self.block_size, codec)
         self.storage = dataclasses.replace(self.storage, eviction=self.draw_eviction())
-        self.disk = None
-        self.settings |= {"shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
-        most = self.storage.layout.blocks_of(LONGEST - 1, num_prompt=rng.choice([5, 10, 25, 39]))
-        self.settings["num_blocks"] = max(most + rng.choice([-1, 0, 0, 0, 1, 2, 12]), 1)
-        self.settings["max_num_seqs"] = rng.randint(2, 6)
-        self.settings["preempt"] = rng.choice(["swap", "swap", "recompute", "auto"])
+        self.draw_room()
 
     def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
         codec, size = dict(self.storage.codec), self.block_size

@@ -229,15 +229,18 @@ class StoringSimulation(SavingSessions):
             self.storage = Storage(self.pattern, self.block_size, codec, eviction=self.draw_eviction())
             if not exact and codec in WIDE:
                 self.storage = dataclasses.replace(self.storage, eviction=demoting(self.storage.eviction))
-            self.disk = None
-            self.settings |= {"shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
-            # With prompts of so many tokens, the longest text just fits, and only alone.
-            most = self.storage.layout.blocks_of(LONGEST - 1, num_prompt=rng.choice([5, 10, 25, 39]))
-            self.settings["num_blocks"] = max(most + rng.choice([-1, 0, 0, 0, 1, 2, 12]), 1)
-            self.settings["max_num_seqs"] = rng.randint(2, 6)
-            self.settings["preempt"] = rng.choice(["swap", "swap", "recompute", "auto"])
+            self.draw_room()
         if exact and len(self.storage.layout.groups) == 1:
             self.storage = dataclasses.replace(self.storage, exact=exact)
+
+    def draw_room(self) -> None:
+        """Draws an engine without a disk, which about holds the longest text of a prompt of so many tokens."""
+        rng, self.disk = self.rng, None
+        self.settings |= {"shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
+        most = self.storage.layout.blocks_of(LONGEST - 1, num_prompt=rng.choice([5, 10, 25, 39]))
+        self.settings["num_blocks"] = max(most + rng.choice([-1, 0, 0, 0, 1, 2, 12]), 1)
+        self.settings["max_num_seqs"] = rng.randint(2, 6)
+        self.settings["preempt"] = rng.choice(["swap", "swap", "recompute", "auto"])
 
     def draws_eviction(self) -> bool:
         return self.rng.random() < 0.8

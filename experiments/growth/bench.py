@@ -1,6 +1,6 @@
 """Growth of time and memory with rows, contexts, models, cached blocks, adapters and waiting requests.
 
-Each case runs in a process of its own. Host costs are CPU seconds of the scheduler's loop with a device that takes no
+Each case runs in a separate process. Host costs are CPU seconds of the scheduler's loop with a device that takes no
 time; the others are wall seconds of decode steps of models with random weights.
 """
 

@@ -223,7 +223,7 @@ class TrainConfig:
         latent = LatentSpec(**dataclasses.asdict(shape.latent))
         others = {"cla_share_factor": shape.cla_share_factor > 1, "sinks": shape.sinks is not None}
         alone = [f"latent does not go with {name}: no family has both" for name, given in others.items() if given]
-        return latent.problems(1, latent.head_dim, False) + alone
+        return latent.problems(1, latent.head_dim) + alone
 
     def _lora_problems(self, lora: LoraSettings) -> list[str]:
         problems = [

@@ -109,9 +109,8 @@ class ModelConfig:
             if isinstance(value := getattr(self, name), tuple) and len(value) != self.num_layers:
                 found.append(f"{name} has {len(value)} entries, the model has {self.num_layers} layers")
         optional = ("attention_scale", "soft_cap", "logit_soft_cap")
-        numbers = ("norm_eps", "embed_scale", "residual_scale", "logit_scale")
-        problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
-        problems += [checks.number(name, getattr(self, name), above=0) for name in numbers]
+        names = (*optional, "norm_eps", "embed_scale", "residual_scale", "logit_scale")
+        problems = [checks.number(name, getattr(self, name), above=0, optional=name in optional) for name in names]
         problems += [checks.number("alibi", slope, above=0) for slope in self.alibi or ()]
         if self.alibi is not None and len(self.alibi) != self.num_heads:
             problems.append(f"alibi has {len(self.alibi)} slopes, num_heads is {self.num_heads}")
@@ -121,7 +120,8 @@ class ModelConfig:
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         found += [] if self.experts is None else self.experts.problems()
-        found += [] if self.latent is None else self.latent.problems(self.num_kv_heads, self.head_dim, self.out_gate)
+        found += [] if self.latent is None else self.latent.problems(self.num_kv_heads, self.head_dim)
+        found += ["out_gate does not go with latents"] * (self.out_gate and self.latent is not None)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)
         if self.kv_layers is not None and not found:

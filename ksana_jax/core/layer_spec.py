@@ -116,7 +116,7 @@ class LatentSpec:
         """Returns how many numbers a token's keys and values of all heads are."""
         return num_heads * (self.plain + self.rotated + self.value)
 
-    def problems(self, num_kv_heads: int, head_dim: int, out_gate: bool) -> list[str]:
+    def problems(self, num_kv_heads: int, head_dim: int) -> list[str]:
         """Returns the problems of these numbers, and of the model's, one sentence each."""
         sizes = ("rank", "rotated", "plain", "value")
         found = [checks.integer(f"latent {name}", getattr(self, name)) for name in sizes]
@@ -126,7 +126,6 @@ class LatentSpec:
             found += [f"latent {name} is {value}, must be even"] * (isinstance(value, int) and value % 2)
         if (num_kv_heads, head_dim) != (1, self.head_dim):
             found += [f"num_kv_heads {num_kv_heads} and head_dim {head_dim} must be 1 and {self.head_dim} with latents"]
-        found += ["out_gate does not go with latents"] * out_gate
         return [*filter(None, found)]
 
 

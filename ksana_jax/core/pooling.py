@@ -34,7 +34,11 @@ class PoolingParams:
         )
 
     def check(self, d_model: int) -> None:
-        """Raises ValueError unless `dimensions` is that of a model."""
+        """Checks `dimensions` against a model's.
+
+        Raises:
+          ValueError: it is another number.
+        """
         if self.dimensions not in (None, d_model):
             raise ValueError(f"dimensions is {self.dimensions:,}, must be {d_model:,} or absent: nothing is truncated")
 

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -115,6 +119,15 @@ def test_the_load_is_what_others_took_of_the_time_that_processors_were_there(mon
     assert load.read() is None  # 0.02 s are two ticks
     assert load.read() == pytest.approx((3.0 - 1.0) / 4.0)
     assert load.read() == 0.0  # more of our own than was counted as busy
+
+
+def test_processes_that_were_started_and_have_ended_are_not_others():
+    def clock():  # nobody else ran
+        return sum(os.times()[:4]), time.perf_counter()
+
+    load = Load(clock=clock)
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    assert load.read() < 0.05
 
 
 def test_compilations_are_counted():

@@ -153,6 +153,16 @@ class SameCalls(Workers):
                 self.job.fail(f"process {index} calls {_shown(other)}, process 0 {_shown(first)}: all make equal calls")
         self.job.check()
 
+    def _prepare(
+        self, prepare: Callable[[], Prepared], settings: dict[str, Any], patterns: Seq[AttentionPattern]
+    ) -> tuple[Prepared, int]:
+        if settings["host_cache_bytes"] and settings["preempt"] == "auto":
+            raise ConfigError(
+                "distributed spmd does not go with preempt auto and host_cache_bytes: measured times decide, which "
+                "differ between processes; set preempt to swap or recompute"
+            )
+        return super()._prepare(prepare, settings, patterns)
+
     def _everyone(self, said: Any) -> list[tuple[str, Any]]:
         return [(f"process {index}", other) for index, other in enumerate(self.job.agree(said))]
 

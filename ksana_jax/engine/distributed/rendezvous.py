@@ -1,6 +1,6 @@
 """Connects the processes of a job: process 0 listens, the others connect and identify themselves. No jax.
 
-Connections are those of `multiprocessing.connection`, with its authentication by a shared key.
+Connections are `multiprocessing.connection`'s, authenticated by a shared key.
 """
 
 from __future__ import annotations

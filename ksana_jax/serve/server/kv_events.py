@@ -208,7 +208,10 @@ async def kv_events(request: Request) -> Response:
             raise APIError(501, f"block hashes would not be those of the token ids: {why}", code="no_kv_events")
         log = request.app.state.kv_events = KVEventLog(llm.engine)
         llm.between_steps(Listener(log, asyncio.get_running_loop()).attach)
-    ended = lambda: serving.draining or not llm.is_alive  # noqa: E731
+
+    def ended() -> bool:
+        return serving.draining or not llm.is_alive
+
     response = StreamingResponse(log.stream(ended, serving.settings.ping_s))
     response.raw_headers = list(HEADERS)
     return response

@@ -81,6 +81,11 @@ def test_other_calls_of_an_spmd_program_are_an_error_that_names_the_process(proc
         workers._send("step", np.arange(3))
 
 
+def test_measured_times_do_not_decide_in_an_spmd_program():
+    with pytest.raises(ConfigError, match=r"preempt auto and host_cache_bytes: measured times decide, which differ"):
+        same_calls(0)._prepare(None, {"host_cache_bytes": 2**20, "preempt": "auto"}, [])
+
+
 def test_a_process_that_ends_while_another_calls_is_named():
     with pytest.raises(JobError, match=r"^process 0 \(other\) has ended its program, and process 1 calls more steps$"):
         same_calls(1, {"bye": True})._send("step")
