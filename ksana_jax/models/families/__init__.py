@@ -5,101 +5,96 @@ A new family is one file with a `Family` and one entry in FAMILIES. Nothing here
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.models.families.cohere import COHERE, COHERE2
-from ksana_jax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from ksana_jax.models.families.falcon import FALCON
 from ksana_jax.models.families.family import Family, read_config, write_config
-from ksana_jax.models.families.gemma import GEMMA
-from ksana_jax.models.families.gemma2 import GEMMA2
-from ksana_jax.models.families.gemma3 import GEMMA3
-from ksana_jax.models.families.glm4 import GLM4
-from ksana_jax.models.families.glm4_moe_lite import GLM4_MOE_LITE
-from ksana_jax.models.families.gpt2 import GPT2
-from ksana_jax.models.families.gpt_neox import GPT_NEOX
-from ksana_jax.models.families.gpt_oss import GPT_OSS
-from ksana_jax.models.families.granite import GRANITE
-from ksana_jax.models.families.granitemoe import GRANITEMOE
-from ksana_jax.models.families.granitemoehybrid import GRANITEMOEHYBRID
-from ksana_jax.models.families.lfm2 import LFM2
-from ksana_jax.models.families.llama import LLAMA
-from ksana_jax.models.families.llama_cla import LLAMA_CLA
-from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
-from ksana_jax.models.families.minicpm3 import MINICPM3
-from ksana_jax.models.families.ministral import MINISTRAL, MINISTRAL3
-from ksana_jax.models.families.mistral import MISTRAL
-from ksana_jax.models.families.mixtral import MIXTRAL
-from ksana_jax.models.families.mpt import MPT
-from ksana_jax.models.families.olmo2 import OLMO2
-from ksana_jax.models.families.olmo3 import OLMO3
-from ksana_jax.models.families.olmo_hybrid import OLMO_HYBRID
-from ksana_jax.models.families.olmoe import OLMOE
-from ksana_jax.models.families.opt import OPT
-from ksana_jax.models.families.phi3 import PHI3
-from ksana_jax.models.families.qwen2 import QWEN2
-from ksana_jax.models.families.qwen2_moe import QWEN2_MOE
-from ksana_jax.models.families.qwen3 import QWEN3
-from ksana_jax.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from ksana_jax.models.families.qwen3_moe import QWEN3_MOE
-from ksana_jax.models.families.qwen3_next import QWEN3_NEXT
-from ksana_jax.models.families.smollm3 import SMOLLM3
-from ksana_jax.models.families.stablelm import STABLELM
-from ksana_jax.models.families.youtu import YOUTU
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        LLAMA,
-        LLAMA_SINKS,
-        LLAMA_CLA,
-        MISTRAL,
-        MINISTRAL,
-        MINISTRAL3,
-        QWEN2,
-        QWEN3,
-        GEMMA,
-        GEMMA2,
-        GEMMA3,
-        OLMO2,
-        OLMO3,
-        SMOLLM3,
-        GRANITE,
-        GLM4,
-        PHI3,
-        STABLELM,
-        COHERE,
-        COHERE2,
-        GPT_NEOX,
-        OPT,
-        GPT2,
-        FALCON,
-        MPT,
-        MIXTRAL,
-        QWEN2_MOE,
-        QWEN3_MOE,
-        OLMOE,
-        GRANITEMOE,
-        GPT_OSS,
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
-        GLM4_MOE_LITE,
-        YOUTU,
-        MINICPM3,
-        LFM2,
-        OLMO_HYBRID,
-        QWEN3_NEXT,
-        QWEN3_5,
-        QWEN3_5_MOE,
-        GRANITEMOEHYBRID,
-    )
-}
 
-# Names of the same configs and weights, by which config.json tells engines apart.
-SAME = {"kimi_k2": "deepseek_v3"} | {f.whole: f.model_type for f in FAMILIES.values() if f.whole is not None}
+class Families(MutableMapping[str, Family]):
+    """Families by `model_type`; the module of one of ours is imported when the family is asked for.
+
+    Args:
+      places: "module:name" of each family by `model_type`, in this package.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._known: dict[str, Family | str] = dict(places)
+
+    def __getitem__(self, kind: str) -> Family:
+        found = self._known[kind]
+        if isinstance(found, str):
+            module, _, name = found.partition(":")
+            found = self._known[kind] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return found
+
+    def __setitem__(self, kind: str, family: Family) -> None:
+        self._known[kind] = family
+
+    def __delitem__(self, kind: str) -> None:
+        del self._known[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+FAMILIES = Families(
+    {
+        "llama": "llama:LLAMA",
+        "llama_sinks": "llama_sinks:LLAMA_SINKS",
+        "llama_cla": "llama_cla:LLAMA_CLA",
+        "mistral": "mistral:MISTRAL",
+        "ministral": "ministral:MINISTRAL",
+        "ministral3": "ministral:MINISTRAL3",
+        "qwen2": "qwen2:QWEN2",
+        "qwen3": "qwen3:QWEN3",
+        "gemma": "gemma:GEMMA",
+        "gemma2": "gemma2:GEMMA2",
+        "gemma3_text": "gemma3:GEMMA3",
+        "olmo2": "olmo2:OLMO2",
+        "olmo3": "olmo3:OLMO3",
+        "smollm3": "smollm3:SMOLLM3",
+        "granite": "granite:GRANITE",
+        "glm4": "glm4:GLM4",
+        "phi3": "phi3:PHI3",
+        "stablelm": "stablelm:STABLELM",
+        "cohere": "cohere:COHERE",
+        "cohere2": "cohere:COHERE2",
+        "gpt_neox": "gpt_neox:GPT_NEOX",
+        "opt": "opt:OPT",
+        "gpt2": "gpt2:GPT2",
+        "falcon": "falcon:FALCON",
+        "mpt": "mpt:MPT",
+        "mixtral": "mixtral:MIXTRAL",
+        "qwen2_moe": "qwen2_moe:QWEN2_MOE",
+        "qwen3_moe": "qwen3_moe:QWEN3_MOE",
+        "olmoe": "olmoe:OLMOE",
+        "granitemoe": "granitemoe:GRANITEMOE",
+        "gpt_oss": "gpt_oss:GPT_OSS",
+        "deepseek_v2": "deepseek:DEEPSEEK_V2",
+        "deepseek_v3": "deepseek:DEEPSEEK_V3",
+        "glm4_moe_lite": "glm4_moe_lite:GLM4_MOE_LITE",
+        "youtu": "youtu:YOUTU",
+        "minicpm3": "minicpm3:MINICPM3",
+        "lfm2": "lfm2:LFM2",
+        "olmo_hybrid": "olmo_hybrid:OLMO_HYBRID",
+        "qwen3_next": "qwen3_next:QWEN3_NEXT",
+        "qwen3_5_text": "qwen3_5:QWEN3_5",
+        "qwen3_5_moe_text": "qwen3_5:QWEN3_5_MOE",
+        "granitemoehybrid": "granitemoehybrid:GRANITEMOEHYBRID",
+    }
+)
+
+# Families by the `model_type` of models that also read images, whose configs have the family's as `text_config`.
+WHOLES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+# And by names of the same configs and weights, by which config.json tells engines apart.
+SAME = WHOLES | {"kimi_k2": "deepseek_v3"}
 # Fields that count where the config of a whole model has them, not those of its `text_config`.
 OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 
@@ -110,12 +105,15 @@ def family_of(values: Mapping[str, Any], source: str = "config.json") -> Family:
     Raises:
       ConfigError: neither names a known family, or they name something other than a causal language model.
     """
-    supported = "; ".join(f"{f.model_type} ({', '.join(f.architectures)})" for f in FAMILIES.values())
-    by_architecture = {name: family for family in FAMILIES.values() for name in family.architectures}
     kind, architectures = values.get("model_type"), values.get("architectures")
     kind = SAME.get(kind, kind) if isinstance(kind, str) else kind
     if architectures is None:
         architectures = []
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is not None and isinstance(architectures, list) and all(n in family.architectures for n in architectures):
+        return family  # without importing the others
+    supported = "; ".join(f"{f.model_type} ({', '.join(f.architectures)})" for f in FAMILIES.values())
+    by_architecture = {name: family for family in FAMILIES.values() for name in family.architectures}
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ConfigError(f"{source}: architectures is {architectures!r}; must be a list of names, one of {supported}")
     for name in architectures:
@@ -141,7 +139,7 @@ def config_from_hf(values: Mapping[str, Any], source: str = "config.json") -> Mo
       ConfigError: fields are invalid or unsupported; one line names the source and all of them.
     """
     family, text = family_of(values, source), values.get("text_config")
-    if family.whole is not None and isinstance(text, Mapping):
+    if family.model_type in WHOLES.values() and isinstance(text, Mapping):
         values = {**text, **{name: values[name] for name in OF_WHOLE if values.get(name) is not None}}
     return read_config(family, values, source)
 

@@ -99,7 +99,6 @@ class Family:
       write_rope: returns the ropes as config fields.
       rotates_neighbours: True if the rotation pairs 2 i with 2 i + 1 of a head, not i with i + dims/2. Loading reorders
         rows of queries and keys, see `models.frequencies.row_order`.
-      whole: `model_type` of configs that have this model's as `text_config`, for models that also read images.
       example: fields that every config of it has beyond sizes, with any valid value.
 
     A family that may rotate a part of each head has a default for `partial_rotary_factor`.
@@ -124,7 +123,6 @@ class Family:
     read_rope: Callable[[Fields, int], RopeConfig | tuple[RopeConfig, ...]] = read_rope
     write_rope: Callable[[ModelConfig], dict[str, Any]] = write_rope
     rotates_neighbours: bool = False
-    whole: str | None = None
     example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def name(

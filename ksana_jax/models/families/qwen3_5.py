@@ -37,7 +37,6 @@ def _family(kind: str, architecture: str, **more: Any) -> Family:
         recurrent_names=DELTA_NAMES,
         renamed={r"model\.language_model\.": "model."},
         buffers=r"(mtp|model\.visual)\..*",
-        whole=kind,
         write_rope=glm4.write_rope,
         **more,
     )
