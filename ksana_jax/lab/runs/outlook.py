@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from ksana_jax.lab.runs.significance import half_width
 from ksana_jax.lab.runs.tasks import task_named
 from ksana_jax.lab.runs.trials import planned_bytes
 from ksana_jax.methods.eviction.window import Window
+
+DEVICES = (2, 4, 8)  # for which the time of a run is printed
 
 
 def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
@@ -46,12 +49,24 @@ def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
     lines += _changes(plan, folder, done)
     timed = [trial for trial in mine if (cost := done.costs.get(trial.id)) and cost.seconds]
     if known := tokens and _tokens(timed):
-        seconds = sum(done.costs[trial.id].seconds or 0.0 for trial in timed) / known * tokens
+        a_token = sum(done.costs[trial.id].seconds or 0.0 for trial in timed) / known
         rows = ", ".join(dict.fromkeys(trial.label for trial in timed))
-        lines.append(f"about {duration(seconds)}, at the speed of the trials that are done ({rows})")
+        lines.append(f"about {duration(a_token * tokens)}, at the speed of the trials that are done ({rows})")
+        times = [a_token * _tokens([trial]) for trial in todo]
+        if more := [count for count in DEVICES if count <= len(todo)]:
+            spread = ", ".join(f"{duration(_makespan(times, count))} with {count}" for count in more)
+            lines.append(f"on several devices (--on ray, --shard) about {spread}")
     elif tokens:
         lines.append("no estimate of the time until a first trial has finished in this folder")
     return [*lines, *reader_notes(trial.config for trial in todo), *_defaults(plan), *_resolution(plan)]
+
+
+def _makespan(times: Sequence[float], num_devices: int) -> float:
+    """Returns when the last of some trials ends if a device takes the next one as soon as it is free."""
+    ends = [0.0] * num_devices
+    for seconds in times:
+        heapq.heapreplace(ends, ends[0] + seconds)
+    return max(ends)
 
 
 def _changes(plan: Plan, folder: Path, done: Records) -> list[str]:

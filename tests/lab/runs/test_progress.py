@@ -123,6 +123,13 @@ def test_an_outlook_has_what_runs_how_long_it_takes_and_what_it_resolves(model, 
     lines = outlook(edited, tmp_path / "some", WHOLE)
     assert lines[:2] == ["6 of 9 trials to run, about 15,000 tokens; 3 are done", "to run: x=2 (3); x=3 (3)"]
     assert re.fullmatch(r"about \d\.\d s, at the speed of the trials that are done \(x=1\)", lines[2])
+    with monkeypatch.context() as exactly:
+        exactly.setattr("ksana_jax.lab.runs.outlook.duration", repr)
+        one, several = outlook(edited, tmp_path / "some", WHOLE)[2:4]
+    (whole_s,) = re.findall(r"about (\S+),", one)
+    # Trials of 2, 2, 2, 3, 3 and 3 units of time.
+    found = re.fullmatch(r"on several devices \(--on ray, --shard\) about (\S+) with 2, (\S+) with 4", several)
+    assert found and [float(s) / float(whole_s) for s in found.groups()] == pytest.approx([8 / 15, 5 / 15])
     run(edited, tmp_path / "some")
     assert outlook(edited, tmp_path / "some", WHOLE) == ["all 9 trials are done"]
     again = outlook(small(model, seeds=[0, 1, 2], settings={"sleep_s": 0}), tmp_path / "some", WHOLE)
