@@ -132,7 +132,7 @@ def _source_files() -> list[tuple[str, pathlib.Path]]:
 
 def traced_modules() -> list[str]:
     """Returns the loaded modules of the package that programs may be traced through."""
-    names = (name.split(".") for name in sys.modules)
+    names = (name.split(".") for name in list(sys.modules))  # other threads import
     return sorted(".".join(n) for n in names if n[0] in PACKAGES and (len(n) == 1 or n[1] not in UNTRACED))
 
 
@@ -145,7 +145,8 @@ def bindings(modules: Iterable[str]) -> str:
     """
     walk, digest = Walk(), hashlib.sha256()
     for module in modules:
-        digest.update(_bindings(module, vars(sys.modules.get(module) or importlib.import_module(module)), walk))
+        found = sys.modules.get(module) or importlib.import_module(module)
+        digest.update(_bindings(module, vars(found).copy(), walk))  # other threads import modules into it
     return digest.hexdigest()
 
 

@@ -55,3 +55,15 @@ def test_every_module_that_programs_may_be_traced_through_can_be_in_the_key():
             if found.name.split(".")[1] not in program_key.UNTRACED:
                 importlib.import_module(found.name)
                 assert len(bindings([found.name])) == 64
+
+
+def test_another_thread_may_import_modules_meanwhile(monkeypatch):
+    bound = program_key._bound
+
+    def importing(*args):
+        monkeypatch.setattr(evicting, f"module_{len(vars(evicting))}", mlp, raising=False)
+        return bound(*args)
+
+    monkeypatch.setattr(program_key, "_bound", importing)
+    monkeypatch.setattr(program_key, "_bindings_before", {})
+    assert len(bindings(["ksana_jax.runner.evicting"])) == 64
