@@ -25,6 +25,7 @@ from ksana_jax.models.families.gpt_oss import GPT_OSS
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.granitemoe import GRANITEMOE
 from ksana_jax.models.families.granitemoehybrid import GRANITEMOEHYBRID
+from ksana_jax.models.families.kimi_linear import KIMI_LINEAR
 from ksana_jax.models.families.lfm2 import LFM2
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_cla import LLAMA_CLA
@@ -95,6 +96,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5,
         QWEN3_5_MOE,
         GRANITEMOEHYBRID,
+        KIMI_LINEAR,
     )
 }
 
