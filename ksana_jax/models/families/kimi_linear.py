@@ -15,11 +15,8 @@ from ksana_jax.models.families.family import Family, Name
 from ksana_jax.models.families.fields import MAX_LAYERS, Fields
 
 # Sizes of delta rules in the config of published models, in a mapping, by the names that transformers gives them.
-SIZES = {
-    "linear_num_heads": "num_heads",
-    "linear_head_dim": "head_dim",
-    "linear_conv_kernel_dim": "short_conv_kernel_size",
-}
+SIZES = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
+SIZES |= {"linear_conv_kernel_dim": "short_conv_kernel_size"}
 FORM, MLPS = "linear_attn_config", ("dense", "sparse")
 FIELDS = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), "linear_num_heads"),
@@ -69,25 +66,23 @@ def read_layers(fields: Fields) -> DeltaRuleSpec | None:
     """Returns the layers with delta rules: those that `layer_types` names, or the mapping of published configs, where
     layers count from 1."""
     form, num_layers = fields.get(FORM) or {}, fields.integer("num_hidden_layers", most=MAX_LAYERS)
-    if not isinstance(form, Mapping):
-        fields.problem(FORM, form, "must be a mapping")
-        return None
+    form = form if isinstance(form, Mapping) else {"full_attn_layers": form}  # which is refused
     kinds = [delta_rule.KINDS[layer > 0 and layer % 4 == 0] for layer in range(num_layers)]
     if "full_attn_layers" in form:
-        full, others = (form.get(name) for name in ("full_attn_layers", "kda_layers"))
-        if (
-            not isinstance(full, list)
-            or not isinstance(others, list)
-            or {*full, *others} != {*range(1, num_layers + 1)}
-        ):
-            fields.problem(FORM, form, f"full_attn_layers and kda_layers must be the layers 1 to {num_layers}")
+        full, others = (
+            x if isinstance(x := form.get(name), list) else [] for name in ("full_attn_layers", "kda_layers")
+        )
+        if sorted([*full, *others], key=str) != sorted(range(1, num_layers + 1), key=str):
+            fields.problem(
+                FORM, fields.get(FORM), f"full_attn_layers and kda_layers must be the layers 1 to {num_layers}"
+            )
             return None
         kinds = [delta_rule.KINDS[layer + 1 in full] for layer in range(num_layers)]
     values = {**fields.values, **{name: form[other] for name, other in SIZES.items() if other in form}}
     flat = Fields(values, fields.source, fields.defaults, fields.names)
     eps, rank = fields.number("rms_norm_eps", fields.get("rms_norm_eps")), flat.integer("linear_key_head_dim")
     spec = delta_rule.read_layers(flat, kinds, eps=eps, rank=rank)
-    fields.problems += [problem for problem in flat.problems if problem not in fields.problems]
+    fields.problems += [problem for problem in dict.fromkeys(flat.problems) if problem not in fields.problems]
     return spec
 
 
