@@ -125,24 +125,18 @@ def latents(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
         raise ConfigError(f"expert_gating_func is {gating}; supported: 1 (softmax), 2 (sigmoid)")
     kind = "deepseek_v2" if gating == 1 else "deepseek_v3"
     method = {"topk_method": "greedy" if groups["n_group"] == 1 else "group_limited_greedy"} if gating == 1 else {}
-    return (
-        found
-        | {"model_type": kind}
-        | experts
-        | groups
-        | method
-        | ({"model_type": fields["model_type"]} if hybrid else {})
-    )
+    if hybrid:
+        kind, method = fields["model_type"], {"moe_router_activation_func": ("softmax", "sigmoid")[gating - 1]}
+    return found | {"model_type": kind} | experts | groups | method
 
 
 def latent_keys(config: ModelConfig) -> Values:
     """Returns the keys of latents and experts, without the architecture."""
     latent, experts = config.latent, config.experts
     assert latent is not None and experts is not None
-    return {
-        "attention.kv_lora_rank": latent.rank,
-        _VALUE: latent.rank,
-        "rope.dimension_count": latent.rotated,
+    found = {"attention.kv_lora_rank": latent.rank, _VALUE: latent.rank, "rope.dimension_count": latent.rotated}
+    found |= {} if latent.query_rank is None else {"attention.q_lora_rank": latent.query_rank}
+    return found | {
         f"{_KEY}_mla": latent.plain + latent.rotated,
         f"{_VALUE}_mla": latent.value,
         "feed_forward_length": experts.plain_d_ff or config.d_ff,
@@ -151,7 +145,7 @@ def latent_keys(config: ModelConfig) -> Values:
         "leading_dense_block_count": len(experts.plain_layers),
         "expert_weights_scale": experts.factor,
         "expert_gating_func": 2,
-    } | ({} if latent.query_rank is None else {"attention.q_lora_rank": latent.query_rank})
+    }
 
 
 def with_mscale(scaling: Values, multiplier: Any) -> Values:

@@ -125,12 +125,9 @@ def keys_of(config: ModelConfig) -> Values:
     if not isinstance(spec, (DeltaRuleSpec, Mamba2Spec)):
         return kv_heads | {"shortconv.l_cache": spec.kernel}
     sizes = spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.num_value_heads * spec.value_dim, spec.kernel
-    if family == "kimi_linear" and config.latent is not None and config.experts is not None:
-        return (
-            kv_heads
-            | dict(zip(_KDA.values(), (spec.key_dim, spec.kernel), strict=True))
-            | gguf_families.latent_keys(config)
-        )
+    if family == "kimi_linear":
+        sizes = dict(zip(_KDA.values(), (spec.key_dim, spec.kernel), strict=True))
+        return kv_heads | sizes | gguf_families.latent_keys(config)
     found: Values = dict(zip(_SSM, sizes, strict=True))
     if isinstance(spec, Mamba2Spec):
         shared = {} if config.experts is None else {_SHARED: config.experts.shared_d_ff}

@@ -106,6 +106,7 @@ KEYS = {
     "linear_value_head_dim": ("qwen35", "ssm.inner_size", 47),
     "head_count_kv is array([0, 2, 1]": ("lfm2", "attention.head_count_kv", np.array([0, 2, 1], np.int32)),
     "older converters of llama.cpp wrote them expanded": ("kimi-linear", "attention.key_length", 72),
+    "moe_router_activation_func is 'softmax'": ("kimi-linear", "expert_gating_func", 1),
     "layer_types": ("qwen35", "attention.recurrent_layers", np.array([True, False])),
 }
 
