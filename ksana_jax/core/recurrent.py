@@ -34,7 +34,8 @@ class ShortConvSpec:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaRuleSpec:
-    """Specifies gated delta rules (Gated DeltaNet, arXiv:2412.06464, equation 10).
+    """Specifies gated delta rules (Gated DeltaNet, arXiv:2412.06464, equation 10; Kimi Delta Attention,
+    arXiv:2510.26692, equation 1).
 
     Queries, keys and values are convolved over the last `kernel` tokens, and queries and keys divided by their norms.
     A head's state S [key_dim, value_dim], in float32, becomes S' = e^g S, then S' + k (beta (v - S'^T k))^T, of which
@@ -44,6 +45,8 @@ class DeltaRuleSpec:
     num_key_heads: of queries and of keys; each serves as many of num_value_heads that follow each other.
     beta_factor: of beta, a sigmoid: 2 allows negative eigenvalues. eps: of the norm of results.
     norm_placement: of these layers, see `layer_spec.NormSpec`; None for the model's.
+    rank: of the products that g and the gate come from, with a decay for each channel of keys, g [key_dim], and a
+      sigmoid of the gate (Kimi Delta Attention); None for a decay for each head and a SiLU.
     """
 
     layers: tuple[int, ...]
@@ -55,6 +58,7 @@ class DeltaRuleSpec:
     beta_factor: float = 1.0
     eps: float = 1e-5
     norm_placement: Any = None
+    rank: int | None = None
 
     @property
     def num_channels(self) -> int:
@@ -71,6 +75,7 @@ class DeltaRuleSpec:
         sizes = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
         found = [checks.integer(f"{name} of recurrent layers", getattr(self, name)) for name in sizes]
         found.append(checks.integer("kernel of recurrent layers", self.kernel, 2))
+        found.append(checks.integer("rank of recurrent layers", getattr(self, "rank", None), optional=True))
         if not any(found) and (more := self.num_value_heads % self.num_key_heads):
             found.append(f"num_value_heads {self.num_value_heads} is {more} more than a multiple of num_key_heads")
         return found
@@ -111,7 +116,7 @@ def problems(config: Any) -> list[str]:
     spec, num_layers = config.recurrent, config.num_layers
     if spec is None:
         return []
-    used = [name for name in ("kv_layers", "latent", "alibi") if getattr(config, name) is not None]
+    used = [name for name in ("kv_layers", "alibi") if getattr(config, name) is not None]
     found, layers = [*filter(None, spec.own_problems())], spec.layers
     if list(layers) != sorted(set(layers)) or any(checks.integer("layer", layer, 0) for layer in layers):
         return [*found, f"recurrent layers are {layers!r:.60}, must be layers from 0 in rising order"]

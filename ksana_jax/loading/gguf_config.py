@@ -17,7 +17,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.gguf_file import GGUFFile
 from ksana_jax.core.layer_spec import RopeConfig
-from ksana_jax.loading import gguf_families
+from ksana_jax.loading import gguf_families, gguf_hybrids
 from ksana_jax.loading.gguf_blocks import FLOATS
 from ksana_jax.loading.gguf_tensors import LONGROPE, ROPE_FACTORS, as_stored
 from ksana_jax.models.families import config_from_hf
@@ -30,12 +30,14 @@ ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4",
 ARCHITECTURES |= {"gptneox": "gpt_neox", "falcon": "falcon", "mpt": "mpt", "gpt2": "gpt2", "stablelm": "stablelm"}
 ARCHITECTURES |= {"command-r": "cohere", "cohere2": "cohere2", "gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}
 ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "deepseek2": "deepseek_v2"}
+ARCHITECTURES |= gguf_hybrids.HYBRIDS
 # Architectures whose names converters also give models of another family.
 SHARED = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
 SHARED |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2")
 # Families by architecture with experts. A llama has experts if it has their number.
 EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
-EXPERTS |= {"gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}
+EXPERTS |= {"gpt-oss": "gpt_oss", "granitemoe": "granitemoe", "granitehybrid": "granitemoehybrid"}
+EXPERTS |= {"qwen3next": "qwen3_next", "qwen35moe": "qwen3_5_moe_text"}
 EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 EXPERT_SIZES = {
@@ -55,7 +57,7 @@ EPS = "attention.layer_norm_rms_epsilon"
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # Widths that must all equal a head's width; some architectures rotate a part of it.
 ROTATED = "rope.dimension_count"
-PARTIAL = ("glm4", "phi3", "gptneox", "stablelm")
+PARTIAL = ("glm4", "phi3", "gptneox", "stablelm", "qwen3next", "qwen35", "qwen35moe")
 WIDTHS = ("attention.key_length", "attention.value_length", ROTATED)
 WIDTHS += tuple(f"{name}_swa" for name in WIDTHS)
 ORIGINAL = "rope.scaling.original_context_length"
@@ -184,6 +186,7 @@ class _Keys:
           ConfigError: problems were found.
         """
         fields: dict[str, Any] = {"model_type": ARCHITECTURES[self.architecture]}
+        recurrent = gguf_hybrids.take_layers(self.keys) if self.architecture in gguf_hybrids.HYBRIDS else []
         fields |= {name: self.get(key, 1) for key, name in SIZES.items()}
         fields["num_key_value_heads"] = self.get("attention.head_count_kv", fields["num_attention_heads"])
         for key in ("attention.head_count_kv", *WIDTHS):
@@ -210,10 +213,12 @@ class _Keys:
         fields |= self.rope() | self.attention(fields) | self.special_ids(fields) | self.experts()
         if self.architecture in gguf_families.OWN:
             fields |= gguf_families.OWN[self.architecture](fields, self.keys, self.file.tensors)
+        if self.architecture in gguf_hybrids.HYBRIDS:
+            latents |= gguf_hybrids.read(fields, self.keys, recurrent, self.file.tensors)
         if self.architecture.startswith("granite"):
             fields |= {"attention_multiplier": fields["head_dim"] ** -0.5}
             fields |= {name: self.keys.pop(key) for key, name in SCALES.items() if key in self.keys}
-        if latents:
+        if self.architecture in gguf_families.LATENTS:
             del fields["head_dim"]
         self.refuse_others()
         self.check()
@@ -242,7 +247,7 @@ class _Keys:
             "head_dim": head_dim,
             "rms_norm_eps": self.get(eps),
             "tie_word_embeddings": "output.weight" not in tensors,
-            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         }
 
@@ -270,18 +275,19 @@ class _Keys:
 
     def experts(self) -> dict[str, Any]:
         """Returns the fields of experts; their weights add up to 1 as llama.cpp has it for the architecture."""
-        if self.architecture not in EXPERTS or (self.architecture == "llama" and not self.get(EXPERT_COUNT)):
+        may_lack = self.architecture in ("llama", "granitehybrid")
+        if self.architecture not in EXPERTS or (may_lack and not self.get(EXPERT_COUNT)):
             return {}
         widths = (EXPERT_WIDTH,) if self.architecture.startswith(("qwen", "gpt-oss")) else ()
         for key in (EXPERT_COUNT, EXPERTS_USED, *widths):
             if checks.integer(key, self.get(key), 1):
                 self.problem(key, "must be a positive integer, every model with experts has it")
-        is_local = self.architecture in ("llama", "gpt-oss", "granitemoe")
+        is_local = self.architecture in ("llama", "gpt-oss", "granitemoe", "granitehybrid")
         found = {"num_local_experts" if is_local else "num_experts": self.keys.pop(EXPERT_COUNT, 1)}
         found |= {name: self.keys.pop(key) for key, name in EXPERT_SIZES.items() if key in self.keys}
         if self.architecture == "qwen2moe":
             found["qkv_bias"] = "blk.0.attn_q.bias" in self.file.tensors
-        elif self.architecture == "qwen3moe":
+        elif self.architecture in ("qwen3moe", "qwen3next"):
             found["norm_topk_prob"] = True
         return found | {"model_type": EXPERTS[self.architecture]}
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.gguf_file import SUFFIX, TYPES, GGUFFile, TensorInfo, gguf_of, read_gguf
 from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.recurrent import DeltaRuleSpec
 from ksana_jax.core.sources import model_path
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.find import find_weights
@@ -34,17 +36,21 @@ from ksana_jax.loading.gguf_config import (
     WINDOW,
     gguf_config,
 )
-from ksana_jax.loading.gguf_families import LATENTS, LAYER_NORMS, OWN
+from ksana_jax.loading.gguf_families import LAYER_NORMS, OWN
+from ksana_jax.loading.gguf_hybrids import GROUPED, RECURRENT, keys_of, row_order, stored_shape, without_guessing
 from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
     ROPE_FACTORS,
-    TOP_NAMES,
+    SHARED_NAMES,
+    adds_one,
+    is_tiled,
     layer_names,
     permuted_heads,
+    top_names,
 )
 from ksana_jax.loading.gguf_writer import QUANTISED, NewTensor, import_gguf, write_gguf
 from ksana_jax.loading.load import check_tensors, read_weight
-from ksana_jax.loading.views import sources_of
+from ksana_jax.loading.views import WeightSource, sources_of
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.params import is_shape, param_shapes, stated
 from ksana_jax.native.shapes import BLOCK
@@ -85,30 +91,39 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
     if file:
         architecture = file.metadata["general.architecture"]
         metadata = {k: v for k, v in file.metadata.items() if not k.startswith(_NOT_COPIED)}
+        metadata = without_guessing(metadata, architecture, config) if config.recurrent else metadata
     else:
         architecture, metadata = config_metadata(config)
         metadata |= gguf_tokens(path, config.vocab_size, config.bos_id, config.eos_ids)
     metadata["general.quantization_version"] = 2  # of ggml's blocks
     heads = permuted_heads(architecture, config)
     tensors: dict[str, NewTensor] = {}
-    names = layer_names(config) | _PROJ_NORMS
+    names, plain_layers = layer_names(config) | _PROJ_NORMS, config.experts.plain_layers if config.experts else ()
+    own_names = {field: name for name, fields in RECURRENT.get(config.family, {}).items() for field in fields}
+    parts: dict[str, dict[str, _Part]] = {}
     leaves = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
     for (where, shape), of_weight in zip(leaves, sources_of(config), strict=True):
         field, layer = where[-1].name, where[1].idx if where[0].name == "layers" else None
-        if (name := (TOP_NAMES if layer is None else names).get(field)) is None:
+        of_this = top_names(config) if layer is None else names
+        if layer in plain_layers:
+            of_this = of_this | {field: LAYER_NAMES[field] for field in SHARED_NAMES}
+        if own := layer is not None and config.layers[layer].recurrent is not None:
+            of_this = of_this | own_names
+        if (name := of_this.get(field)) is None:
             raise ConfigError(f"{source}: GGUF files have no name here for the weight {field}")
-        if of_weight.rows is not None:
+        if of_weight.rows is not None and config.recurrent is None:
             raise ConfigError(
                 f"{source}: {field} has rows of {next(iter(of_weight.tensors))} in an order of its own; "
                 f"quantize writes only weights that are whole tensors, not {config.family}"
             )
         name = name if layer is None else f"blk.{layer}.{name}"
-        to = kind if stated(field, "quantization").quantises else "F32"
-        if field in ("embed", "head"):
+        read = functools.partial(_values, config, field, of_weight.of(found), shape, None if own else heads.get(field))
+        parts.setdefault(name, {})[field] = shape, of_weight, read
+    for name, fields in parts.items():
+        to = kind if all(stated(field, "quantization").quantises for field in fields) else "F32"
+        if fields.keys() & {"embed", "head"}:
             to = OF_VOCABULARY
-        stored, shape = of_weight.of(found), shape[1:] if field == "w_shared_gate" else shape
-        plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
-        values = functools.partial(_values, stored, shape, heads.get(field), plus_one)
+        shape, values = _tensor(config, name, fields)
         tensors[name] = NewTensor("F32" if len(shape) < 2 or shape[-1] % BLOCK else to, shape, values)
     if not file:
         _check_config(config, metadata, tensors, out)
@@ -129,16 +144,53 @@ def _with_factors(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, rope=RopeConfig("factors", rope.theta, factors=tuple(factors.tolist())))
 
 
-def _values(stored: list[Any], shape: tuple[int, ...], num_heads: int | None, plus_one: bool) -> np.ndarray:
-    """Returns a weight as GGUF has it; num_heads and plus_one as in `GGUFTensor`."""
+# The shape of a weight, its place in a checkpoint, and a function that reads it.
+_Part = tuple[tuple[int, ...], WeightSource, Callable[[], np.ndarray]]
+
+
+def _tensor(config: ModelConfig, name: str, parts: Mapping[str, _Part]) -> tuple[tuple[int, ...], Callable[[], Any]]:
+    """Returns the shape of a tensor, and a function that reads its weights and returns them as GGUF has them."""
+    layer, base = name.split(".", 2)[1:] if name.startswith("blk.") else (None, name)
+    recurrent = layer is not None and config.layers[int(layer)].recurrent is not None
+    fields = RECURRENT[config.family].get(base) if recurrent else None
+    parts = {field: parts[field] for field in fields or parts}
+    shape, source, _ = next(iter(parts.values()))
+    sizes, order = {field: shape[0] for field, (shape, *_) in parts.items()}, None
+    if fields and is_tiled(config):
+        order = row_order(sizes if fields != ("w_o",) else {"w_v": shape[1]}, cast(DeltaRuleSpec, config.recurrent))
+    elif (base in GROUPED or len(parts) == 1) and source.rows is not None and not source.stacked:
+        # In the engine, the part of a head that is rotated comes first.
+        rows = [np.asarray(source.rows) for _, source, _ in parts.values()]
+        order = np.argsort(np.argsort(np.concatenate(rows)))
+    shape = stored_shape(config, base, (sum(sizes.values()), *shape[1:]), recurrent)
+
+    def values() -> np.ndarray:
+        whole, *others = [read() for *_, read in parts.values()]
+        whole = np.concatenate([whole, *others]) if others else whole
+        if order is not None:
+            at: Any = (slice(None), order) if fields == ("w_o",) else order
+            found = np.empty_like(whole)
+            found[at] = whole
+            whole = found
+        if base == "attn_k_b.weight":
+            whole = whole.reshape(shape[0], shape[2], shape[1]).swapaxes(1, 2)
+        return whole.reshape(shape)
+
+    return shape, values
+
+
+def _values(config: ModelConfig, field: str, stored: list[Any], shape: tuple[int, ...], num_heads: int | None) -> Any:
+    """Returns a weight with the numbers that GGUF has; num_heads as in `GGUFTensor`."""
     values = read_weight(stored, shape, np.float32)
     if num_heads:
         values = values.reshape(num_heads, 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
-    return values + np.float32(1) if plus_one else values
+    if field == "log_decay":
+        return -np.exp(values.astype(np.float64)).astype(np.float32)
+    return values + np.float32(1) if adds_one(config, field) else values
 
 
 # Architectures that are read and not written.
-WITHOUT = (*OWN, *LAYER_NORMS, *LATENTS, "granitemoe")
+WITHOUT = (*OWN, *LAYER_NORMS, "deepseek2", "granitemoe")
 
 
 def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
@@ -159,18 +211,19 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
         zip(SIZES, (config.max_position, config.d_model, config.num_layers, config.d_ff, config.num_heads), strict=True)
     )
     keys |= {"attention.head_count_kv": config.num_kv_heads, EPS: config.norm_eps, "rope.freq_base": rope.theta}
-    keys |= dict.fromkeys(WIDTHS[:3], config.head_dim)
+    keys |= dict.fromkeys(WIDTHS[:2], config.head_dim) | {WIDTHS[2]: rope.dims(config.head_dim)}
     if (experts := config.experts) is not None:
         keys |= {EXPERT_COUNT: experts.num_experts, EXPERTS_USED: experts.num_chosen}
         if names[config.family].startswith("qwen"):
             keys |= {EXPERT_WIDTH: config.d_ff, SHARED_WIDTH: experts.shared_d_ff}
-    if rope.kind not in ("default", "factors"):
+    if rope.kind not in ("default", "factors", "none"):
         keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn" and rope.original_max_len:
         keys["rope.scaling.original_context_length"] = rope.original_max_len
     optional = {WINDOW: max(pattern.window or 0 for pattern in patterns)}
     optional |= dict(zip(SOFT_CAPS, (config.soft_cap, config.logit_soft_cap)))
     keys |= {key: value for key, value in optional.items() if value}
+    keys |= keys_of(config)
     architecture = names[config.family]
     named = {f"{architecture}.{key}": value for key, value in keys.items()}
     return architecture, {"general.architecture": architecture, "general.type": "model", **named}

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core import checks
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.models.families import FAMILIES
 
 EPS = "attention.layer_norm_epsilon"
 LAYER_NORMS = ("gptneox", "falcon", "mpt", "gpt2", "stablelm", "command-r", "cohere2")
-LATENTS = ("deepseek2",)
+LATENTS = ("deepseek2", "kimi-linear")
 # In these, configs of Hugging Face have other names for usual fields.
-OWN_NAMES = ("gpt_neox", "falcon", "mpt", "gpt2", "stablelm", "cohere", "cohere2")
+OWN_NAMES = ("gpt_neox", "falcon", "mpt", "gpt2", "stablelm", "cohere", "cohere2", "lfm2", "kimi_linear")
 # That the functions below take out.
 KEYS = ("use_parallel_residual", "attention.max_alibi_bias", "attention.clamp_kqv", "logit_scale")
 _KEY, _VALUE, _KV_HEADS = "attention.key_length", "attention.value_length", "attention.head_count_kv"
@@ -100,7 +101,9 @@ def latents(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
     rank, rotated, value = taken("attention.kv_lora_rank"), taken("rope.dimension_count"), taken(f"{_VALUE}_mla")
     width = taken(f"{_KEY}_mla")
     of_heads = taken(_KEY), taken(_VALUE), taken(_KV_HEADS)
-    if None in (rank, rotated, value, width) or of_heads != (rank + rotated, rank, 1):
+    hybrid = fields["model_type"] == "kimi_linear"  # whose converter leaves value_length as in the config
+    wanted = None if None in (rank, rotated, value, width) else (rank + rotated, of_heads[1] if hybrid else rank, 1)
+    if of_heads != wanted:
         raise ConfigError(
             f"heads are not of latents: older converters of llama.cpp wrote them expanded ({_KEY}_mla is {width}, "
             f"{_KEY}, {_VALUE} and {_KV_HEADS} are {of_heads}); convert the model again"
@@ -122,7 +125,27 @@ def latents(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
         raise ConfigError(f"expert_gating_func is {gating}; supported: 1 (softmax), 2 (sigmoid)")
     kind = "deepseek_v2" if gating == 1 else "deepseek_v3"
     method = {"topk_method": "greedy" if groups["n_group"] == 1 else "group_limited_greedy"} if gating == 1 else {}
+    if hybrid:
+        kind, method = fields["model_type"], {"moe_router_activation_func": ("softmax", "sigmoid")[gating - 1]}
     return found | {"model_type": kind} | experts | groups | method
+
+
+def latent_keys(config: ModelConfig) -> Values:
+    """Returns the keys of latents and experts, without the architecture."""
+    latent, experts = config.latent, config.experts
+    assert latent is not None and experts is not None
+    found = {"attention.kv_lora_rank": latent.rank, _VALUE: latent.rank, "rope.dimension_count": latent.rotated}
+    found |= {} if latent.query_rank is None else {"attention.q_lora_rank": latent.query_rank}
+    return found | {
+        f"{_KEY}_mla": latent.plain + latent.rotated,
+        f"{_VALUE}_mla": latent.value,
+        "feed_forward_length": experts.plain_d_ff or config.d_ff,
+        "expert_feed_forward_length": config.d_ff,
+        "expert_shared_count": experts.shared_d_ff // config.d_ff,
+        "leading_dense_block_count": len(experts.plain_layers),
+        "expert_weights_scale": experts.factor,
+        "expert_gating_func": 2,
+    }
 
 
 def with_mscale(scaling: Values, multiplier: Any) -> Values:

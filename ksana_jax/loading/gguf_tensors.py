@@ -9,8 +9,10 @@ Source: llama.cpp, conversion of Llama and Gemma.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +20,16 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.files import open_to_read
 from ksana_jax.core.gguf_file import TYPES, GGUFFile, TensorInfo
+from ksana_jax.core.recurrent import DeltaRuleSpec
 from ksana_jax.loading.gguf_blocks import FLOATS, apart, decode
+from ksana_jax.loading.gguf_hybrids import GROUPED, GUESSING, RECURRENT, TILED, row_order
 from ksana_jax.loading.stored_tensor import Apart, StoredTensor
-from ksana_jax.loading.views import OfFields, PartOfTensor
+from ksana_jax.loading.views import OfFields, PartOfTensor, sources_of
 from ksana_jax.models.block_matrix import FORMS
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import Name, View
 from ksana_jax.models.families.fields import MAX_EXPERTS
-from ksana_jax.models.params import stated
+from ksana_jax.models.params import LayerParams, param_shapes, stated
 
 # GGUF names by field of Params and LayerParams.
 TOP_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
@@ -77,7 +81,7 @@ GPT_OSS_NAMES = {"mlp_norm": "post_attention_norm.weight", "sink_logits": "attn_
 GPT_OSS_NAMES |= {"post_attn_norm": "", "b_router": "ffn_gate_inp.bias"}
 GPT_OSS_NAMES |= {f"b_{part}_experts": f"ffn_{part}_exps.bias" for part in ("gate", "up", "down")}
 # Architectures whose rows of queries and keys converters permute.
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid")
 # Tensors that hold several weights, by the field of the first, for families with a view of them.
 FUSED = {"attn_qkv.weight": "w_q", "attn_qkv.bias": "b_q"}
 # Divisors of the frequencies of a rope; the config has them.
@@ -93,17 +97,17 @@ class GGUFTensor(StoredTensor):
     Args:
       info: where its blocks are.
       num_heads: heads whose rows are permuted; None if rows are in order.
-      plus_one: True if 1 was added to the values.
+      undo: gives the values from those of the file, if these were changed.
     """
 
     info: TensorInfo
     num_heads: int | None = None
-    plus_one: bool = False
+    undo: Callable[[np.ndarray], np.ndarray] | None = None
     dtypes = tuple(kind.name for kind in TYPES.values())
 
     @property
     def value_bytes(self) -> int:
-        return 4 if self.plus_one else FLOATS.get(self.dtype, np.dtype(np.float32)).itemsize
+        return 4 if self.undo else FLOATS.get(self.dtype, np.dtype(np.float32)).itemsize
 
     @property
     def form(self) -> str | None:
@@ -150,7 +154,7 @@ class GGUFTensor(StoredTensor):
             first, last = begin // size, -(-end // size)  # the blocks that the columns are in
             values = decode(self.dtype, self.blocks(rows)[:, first * num_bytes : last * num_bytes])
             values = values[:, begin - first * size : end - first * size : step]
-        return values.astype(np.float32) - 1 if self.plus_one else values
+        return self.undo(values) if self.undo else values
 
     def _stored(self, first: int, stop: int) -> np.ndarray:
         row_bytes = self.info.num_bytes // (self.shape[0] if len(self.shape) > 1 else 1)
@@ -192,9 +196,18 @@ def _stored_rows(rows: np.ndarray, size: int) -> np.ndarray:
     return head * size + 2 * pair + half
 
 
-def as_stored(info: TensorInfo, name: str | None = None, num_heads: int | None = None, plus_one: bool = False):
+def as_stored(info: TensorInfo, name: str | None = None, num_heads: int | None = None, undo: Any = None) -> GGUFTensor:
     """Returns a tensor of a GGUF file, under another name if one is given; see `GGUFTensor`."""
-    return GGUFTensor(info.path, name or info.name, info.type.name, info.shape, info, num_heads, plus_one)
+    return GGUFTensor(info.path, name or info.name, info.type.name, info.shape, info, num_heads, undo)
+
+
+def _minus_one(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32) - 1
+
+
+def _log(values: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):  # values from 0 become infinite or NaN, which loading refuses
+        return np.log(-values.astype(np.float64)).astype(np.float32)
 
 
 def experts_of(info: TensorInfo, config: ModelConfig) -> list[TensorInfo]:
@@ -216,7 +229,8 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
     if config.family == "falcon" and config.norm_placement == "parallel":
         return LAYER_NAMES | FALCON_PARALLEL
     latents = LATENT_NAMES if "w_kv_a" in FAMILIES[config.family].layer_names else {}
-    return LAYER_NAMES | latents | (SHARED_NAMES if config.experts is not None else {})
+    gated = {"mlp_norm": "post_attention_norm.weight", "w_out_gate": "attn_q.weight"} if config.out_gate else {}
+    return LAYER_NAMES | latents | gated | (SHARED_NAMES if config.experts is not None else {})
 
 
 def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
@@ -225,69 +239,126 @@ def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
     return {"w_q": q, "b_q": q, "w_k": k, "b_k": k} if architecture in PERMUTED else {}
 
 
+def top_names(config: ModelConfig) -> dict[str, str]:
+    """Returns the GGUF names of weights outside layers, by field."""
+    return TOP_NAMES | ({"final_norm": "token_embd_norm.weight"} if config.family == "lfm2" else {})
+
+
 def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTensor]:
     """Returns the tensors of a GGUF file by the Hugging Face names of the config's family; unknown ones keep theirs."""
     family = FAMILIES[config.family]
     found: dict[str, StoredTensor] = {}
     in_parts: dict[str, tuple[View, dict[str, Sequence[StoredTensor]]]] = {}
     architecture = file.metadata["general.architecture"]
-    heads = permuted_heads(architecture, config)
-    top = {name: field for field, name in TOP_NAMES.items()}
+    heads, num_layers = permuted_heads(architecture, config), config.num_layers
+    num_read = num_layers + (file.metadata.get(f"{architecture}.{GUESSING}", 0) if config.recurrent else 0)
+    shapes, recurrent = param_shapes(config).layers, RECURRENT.get(config.family, {})
+    expected = {name: shape for source in sources_of(config) for name, shape in source.tensors.items()}
+    top = {name: field for field, name in top_names(config).items()}
     of_layer = {name: field for field, name in layer_names(config).items()}
     of_layer |= {name: field for name, field in FUSED.items() if isinstance(family.layer_names.get(field), View)}
     for names in (top, of_layer):  # norms may have biases
         names |= {f"{name[:-6]}bias": field for name, field in list(names.items()) if field.endswith("norm")}
     plain_layers = config.experts.plain_layers if config.experts else ()
-    of_plain = of_layer | {LAYER_NAMES[field]: field for field in SHARED_NAMES}
+    of_shared = {LAYER_NAMES[field]: field for field in SHARED_NAMES}
     for name, info in file.tensors.items():
         if name == ROPE_FACTORS or (architecture == "phi3" and name in LONGROPE.values()):
             continue
         layer = _OF_LAYER.fullmatch(name)
-        layer = layer if layer and int(layer[1]) < config.num_layers else None  # or the name is not part of the config
-        of_this = of_plain if layer and int(layer[1]) in plain_layers else of_layer
+        if layer and num_layers <= int(layer[1]) < num_read:
+            continue
+        layer = layer if layer and int(layer[1]) < num_layers else None  # or the name is not part of the config
+        index = int(layer[1]) if layer else 0
+        plain, spec = bool(layer) and index in plain_layers, config.layers[index].recurrent if layer else None
+        of_this = of_layer | (of_shared if plain else {})
+        if spec is not None:
+            of_this = of_this | {name: fields[0] for name, fields in recurrent.items()}
         field = of_this.get(layer[2], "") if layer else top.get(name, "")
         of_field: Name = name
-        if layer and field in family.layer_names:
-            of_field = family.name(field, int(layer[1]), config.norm_placement, int(layer[1]) in plain_layers)
-            if isinstance(of_field, View) and (of_field.groups or of_field.transposed or field.endswith("_experts")):
+        if layer and (field in family.layer_names or field in family.recurrent_names):
+            of_field = family.name(field, index, config.norm_placement, plain, spec is not None)
+            if isinstance(of_field, View) and _is_part(of_field, info, field, layer[2], shapes[index]):
                 parts = in_parts.setdefault(of_field.tensor, (of_field, {}))[1]
-                parts |= _of_fields(of_field, info, field, layer[2] in FUSED, config)
+                several = of_field.fields if layer[2] in FUSED else (field,)
+                several = several if spec is None else recurrent.get(layer[2], several)
+                parts |= _of_fields(several, info, field, shapes[index], config)
                 continue
             if field.endswith("_experts") and len(info.shape) == 3:
-                for index, expert in enumerate(experts_of(info, config)):
-                    one = str(of_field).format(index)
+                for number, expert in enumerate(experts_of(info, config)):
+                    one = str(of_field).format(number)
                     found[one] = as_stored(expert, one)
                 continue
-            if field == "w_shared_gate":
-                info = dataclasses.replace(info, shape=(1, *info.shape))
         elif not layer and field in family.top_names:
             of_field = family.top_names[field]
         if isinstance(of_field, View):
             of_field = of_field.tensor
         name = of_field if isinstance(of_field, str) else of_field[name.endswith("bias")]
-        plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
-        found[name] = as_stored(info, name, heads.get(field), plus_one)
+        undo = _log if field == "log_decay" else _minus_one if adds_one(config, field) else None
+        info = _with_ones(info, expected.get(name, info.shape))
+        found[name] = as_stored(info, name, heads.get(field) if spec is None else None, undo)
+        if layer and spec is not None and is_tiled(config):
+            found[name] = _in_order(found[name], recurrent.get(layer[2], ()), shapes[index], spec)
     found.update({name: _combined(name, *parts) for name, parts in in_parts.items()})
     return found
 
 
+def adds_one(config: ModelConfig, field: str) -> bool:
+    """True if converters add 1 to a weight."""
+    return config.norm == "rms_plus_one" and field.endswith("norm") and field != "delta_norm"
+
+
+def is_tiled(config: ModelConfig) -> bool:
+    """True if files have heads of values of the config's delta rules in an order of their own, see `gguf_hybrids`."""
+    spec = config.recurrent
+    return config.family in TILED and isinstance(spec, DeltaRuleSpec) and spec.num_key_heads < spec.num_value_heads
+
+
+def _with_ones(info: TensorInfo, wanted: tuple[int, ...]) -> TensorInfo:
+    """Returns a tensor in a wanted shape that differs only in dimensions of 1, or has one dimension."""
+    same = [n for n in info.shape if n > 1] == [n for n in wanted if n > 1]
+    flat = len(wanted) == 1 and math.prod(info.shape) == wanted[0]
+    return dataclasses.replace(info, shape=wanted) if same or flat else info
+
+
+def _in_order(stored: StoredTensor, fields: tuple[str, ...], shapes: LayerParams, spec: Any) -> StoredTensor:
+    """Returns a tensor of a recurrent layer of a model that `is_tiled`, with its heads in order."""
+    rows = {field: getattr(shapes, field)[0] for field in fields}
+    if not fields or sum(rows.values()) != stored.shape[0] or stored.shape[1:] != getattr(shapes, fields[0])[1:]:
+        return stored  # not of the layer's kind, or of another shape, which is then refused
+    if fields != ("w_o",):
+        order = row_order(rows, spec)
+        return PartOfTensor(stored.path, stored.name, stored.dtype, stored.shape, stored, order, transposed=False)
+    for order in (row_order({"w_v": stored.shape[1]}, spec), np.arange(rows["w_o"])):  # transposed, and back
+        shape = stored.shape[::-1]
+        stored = PartOfTensor(stored.path, stored.name, stored.dtype, shape, stored, order, transposed=True)
+    return stored
+
+
+def _is_part(view: View, info: TensorInfo, field: str, name: str, shapes: LayerParams) -> bool:
+    """True if a tensor has a part of a view's, or its rows in another order."""
+    if field.endswith("_experts"):
+        return True
+    own = len(view.fields) > 1 and info.shape[0] == getattr(shapes, field)[0]
+    return name not in GROUPED and (own or view.transposed or view.groups is not None)
+
+
 def _of_fields(
-    view: View, info: TensorInfo, field: str, is_fused: bool, config: ModelConfig
+    fields: tuple[str, ...], info: TensorInfo, field: str, shapes: LayerParams, config: ModelConfig
 ) -> dict[str, Sequence[StoredTensor]]:
-    """Returns the weights that a tensor has, each with its rows in order, by field: all of a view, or one."""
+    """Returns the weights that a tensor has one after the other, or one, each with its rows in order, by field."""
     if field in ("w_uk", "w_uv") and len(info.shape) == 3:
         heads, first, second = info.shape
         if field == "w_uv":
             return {field: [as_stored(dataclasses.replace(info, shape=(heads * first, second)))]}
         shape = heads * second, first
         return {field: [TransposedHeads(info.path, info.name, info.type.name, shape, as_stored(info))]}
-    sizes = [config.head_dim * count for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    sizes = [getattr(shapes, name)[0] for name in fields]
     whole, ends = as_stored(info), np.cumsum(sizes)
-    if not is_fused or info.shape[0] != ends[-1]:  # whose shape is then refused
+    if len(fields) == 1 or info.shape[0] != ends[-1]:  # whose shape is then refused
         return {field: list(map(as_stored, experts_of(info, config) if stated(field, "loading").stacked else [info]))}
     return {
         name: [PartOfTensor(info.path, info.name, whole.dtype, (size, *info.shape[1:]), whole, rows, transposed=False)]
-        for name, size, rows in zip(view.fields, sizes, np.split(np.arange(ends[-1]), ends[:-1]), strict=True)
+        for name, size, rows in zip(fields, sizes, np.split(np.arange(ends[-1]), ends[:-1]), strict=True)
     }
 
 

@@ -107,6 +107,10 @@ class LayerParams:
     w_conv_k: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
     w_conv_v: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hv*value_dim, 1, kernel]
     delta_norm: jax.Array | None = field(default=None, metadata=vector("whole", "ones"))  # [value_dim]
+    # With a rank r: w_decay [Hv*key_dim, r], w_out_gate [Hv*value_dim, r], b_decay [Hv*key_dim], and log_decay
+    # [1, 1, Hv, 1] as Kimi's checkpoints have it.
+    w_decay_a: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [r, D]
+    w_out_gate_a: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [r, D]
     # Mamba-2, see `Mamba2Spec`, has these weights but w_beta, with a delta_norm of [Hv*value_dim], and b_conv
     # of v, k and q one after the other.
     skip: jax.Array | None = field(default=None, metadata=vector("rows", "ones", float32=True))  # [Hv]

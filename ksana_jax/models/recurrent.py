@@ -103,7 +103,18 @@ def matrix_shapes(d_model: int, spec: DeltaRuleSpec | Mamba2Spec) -> dict[str, t
 
 
 def delta_rule_shapes(d_model: int, spec: DeltaRuleSpec) -> dict[str, tuple[int, ...]]:
-    return matrix_shapes(d_model, spec) | {"w_beta": (spec.num_value_heads, d_model), "delta_norm": (spec.value_dim,)}
+    heads, r = spec.num_value_heads, spec.rank
+    shapes = matrix_shapes(d_model, spec) | {"w_beta": (heads, d_model), "delta_norm": (spec.value_dim,)}
+    if r is None:
+        return shapes
+    channels, values = heads * spec.key_dim, heads * spec.value_dim
+    shapes |= {
+        "w_decay_a": (r, d_model),
+        "w_decay": (channels, r),
+        "b_decay": (channels,),
+        "log_decay": (1, 1, heads, 1),
+    }
+    return shapes | {"w_out_gate_a": (r, d_model), "w_out_gate": (values, r)}
 
 
 def mamba2_shapes(d_model: int, spec: Mamba2Spec) -> dict[str, tuple[int, ...]]:
@@ -116,7 +127,8 @@ class Terms(NamedTuple):
     """The terms of a token in layers with a matrix per head, float32.
 
     A head's state S [K, V] becomes S' = e^g S, then S' + k u^T, of which q reads S^T q; u is v, or with a delta rule
-    beta (v - k^T S'). q, k: [H, K]. v: [H, V]. g, beta: [H]; beta is None without a delta rule.
+    beta (v - k^T S'). q, k: [H, K]. v: [H, V]. g: [H, 1], or [H, K] for a decay of each row. beta: [H]; None without a
+    delta rule.
     """
 
     q: jax.Array
@@ -147,7 +159,7 @@ def token_by_token(
     def step(matrices: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
         text, given = token
         q, k, v, g, beta = terms(given)
-        matrix = matrices[text] * jnp.exp(g)[:, None, None]
+        matrix = matrices[text] * jnp.exp(g)[:, :, None]
         if beta is not None:
             v = beta[:, None] * (v - (matrix * k[:, :, None]).sum(axis=1))
         matrix += k[:, :, None] * v[:, None]
@@ -160,7 +172,8 @@ def token_by_token(
 
 def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms: OfInputs, result: Result) -> Mix:
     """Returns a layer with a matrix per head. Inputs of terms and result: convolved q, k and v [C] in the model's type;
-    decay [Hv], gate [Hv*V] and beta [Hv] before their functions, in float32."""
+    decay [Hv] or [Hv*K], gate [Hv*V] and beta [Hv] before their functions, in float32."""
+    others_of = (p.w_decay_a, p.w_decay), (p.w_out_gate_a, p.w_out_gate), (None, p.w_beta)
 
     def mix(x: jax.Array, state: State, tokens: TextTokens) -> tuple[jax.Array, State]:
         parts = [w for w in (p.w_q, p.w_k, p.w_v, p.w_qkv) if w is not None]
@@ -169,7 +182,8 @@ def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms
         sizes = [len(p.w_conv_v), len(p.w_conv_v) + len(p.w_conv_k)]
         bias = None if p.b_conv is None else jnp.concatenate(jnp.split(p.b_conv, sizes)[::-1])
         convolved, last_inputs = causal_conv(inputs, state["conv"], tokens, taps, bias)
-        others = [linear(x, w).astype(jnp.float32) for w in (p.w_decay, p.w_out_gate, p.w_beta) if w is not None]
+        narrow = [(x if a is None else linear(x, a), w) for a, w in others_of if w is not None]
+        others = [linear(y, w).astype(jnp.float32) for y, w in narrow]
         out, matrix = token_by_token(state["matrix"], tokens.text, (convolved, *others), terms, result)
         return out.astype(x.dtype), {"conv": last_inputs, "matrix": matrix}
 
@@ -195,12 +209,13 @@ def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear) -> Mix:
         numbers, decay, _, beta = inputs
         q, k, v = _queries_keys_values(numbers, spec)
         q, k = (_to_values(_unit(x), spec) for x in (q, k))
-        g = -jnp.exp(p.log_decay) * jax.nn.softplus(decay + p.b_decay)
+        steps = jax.nn.softplus(decay + p.b_decay).reshape(spec.num_value_heads, -1)
+        g = -jnp.exp(p.log_decay).reshape(-1, 1) * steps
         return Terms(q * spec.key_dim**-0.5, k, v, g, spec.beta_factor * jax.nn.sigmoid(beta))
 
     def result(out: jax.Array, inputs: Any) -> jax.Array:
         normed = rms_norm(out, p.delta_norm.astype(jnp.float32), spec.eps)
-        return normed.reshape(-1) * jax.nn.silu(inputs[2])
+        return normed.reshape(-1) * (jax.nn.silu if spec.rank is None else jax.nn.sigmoid)(inputs[2])
 
     return mix_matrices(p, spec, linear, terms, result)
 
@@ -211,8 +226,8 @@ def mamba2(p: Any, spec: Mamba2Spec, linear: Linear) -> Mix:
     def terms(inputs: Any) -> Terms:
         numbers, decay, _ = inputs
         q, k, v = _queries_keys_values(numbers, spec)
-        dt = jax.nn.softplus(decay + p.b_decay)
-        return Terms(_to_values(q, spec), _to_values(k, spec), v * dt[..., None], -jnp.exp(p.log_decay) * dt, None)
+        dt = jax.nn.softplus(decay + p.b_decay)[:, None]
+        return Terms(_to_values(q, spec), _to_values(k, spec), v * dt, -jnp.exp(p.log_decay)[:, None] * dt, None)
 
     def result(out: jax.Array, inputs: Any) -> jax.Array:
         out = out + p.skip[:, None] * _queries_keys_values(inputs[0], spec)[2]

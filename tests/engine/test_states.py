@@ -16,7 +16,7 @@ from tests import machine
 from tests.golden.cases import golden_case
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
-CASE = golden_case("lfm2-gqa-conv-tied")
+CASE, KIMI = golden_case("lfm2-gqa-conv-tied"), "kimi_linear-delta-latent-experts"
 GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=0, detokenize=False)
 RNG = np.random.default_rng(11)
 TEXT = RNG.integers(2, 128, 90).tolist()
@@ -57,7 +57,7 @@ def assert_equal(found: list[tuple], expected: list[tuple]) -> None:
         np.testing.assert_allclose(logprobs, others, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", [CASE.name, "qwen3_next-gated-delta-experts", "granitemoehybrid-mamba-experts"])
+@pytest.mark.parametrize("name", [CASE.name, "qwen3_next-gated-delta-experts", "granitemoehybrid-mamba-experts", KIMI])
 def test_prompts_in_chunks_and_batches_get_the_tokens_of_transformers(name):
     case = golden_case(name)
     llm = LLM(str(case.model_dir), **SMALL | {"max_num_batched_tokens": 5})
@@ -123,7 +123,7 @@ def test_cached_prefixes_keep_tokens(settings):
 
 @machine.native_products
 @pytest.mark.cpu("invariant numerics")
-@pytest.mark.parametrize("name", [CASE.name, "qwen3_5-gated-delta-tied", "granitemoehybrid-mamba-dense-tied"])
+@pytest.mark.parametrize("name", [CASE.name, "qwen3_5-gated-delta-tied", "granitemoehybrid-mamba-dense-tied", KIMI])
 def test_a_cached_prefix_gives_the_bits_of_a_fresh_run(name):
     folder = str(golden_case(name).model_dir)
     settings = {"numerics": "invariant", "block_size": 16, "max_num_batched_tokens": 20}
@@ -251,7 +251,9 @@ LASTING = {"cache_write": "through", "disk_cache_bytes": 2**22, "numerics": "inv
 
 @machine.native_products
 @pytest.mark.cpu("invariant numerics")
-@pytest.mark.parametrize("name", [CASE.name, pytest.param("olmo_hybrid-delta-tied", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name", [CASE.name, *(pytest.param(name, marks=pytest.mark.soak) for name in (KIMI, "olmo_hybrid-delta-tied"))]
+)
 def test_a_killed_server_finds_its_states_again_bit_for_bit(name, tmp_path):
     folder, settings = str(golden_case(name).model_dir), SMALL | {"numerics": "invariant", "block_size": 16}
     killed = subprocess.run([sys.executable, "-c", SERVER, folder, str(tmp_path)])

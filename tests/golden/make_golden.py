@@ -22,6 +22,7 @@ import torch
 from golden_configs import CASES, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -78,6 +79,7 @@ def load(folder: Path):
     # Their chunk form differs by 1e-4 from their own step form, which is ours.
     for module in (modeling_olmo_hybrid, modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe):
         module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
+    modeling_kimi_linear.chunk_kimi_delta_attention = modeling_kimi_linear.recurrent_kimi_delta_attention
     # transformers 5.24.0 adds ALiBi twice in Falcon's eager attention.
     attention = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()

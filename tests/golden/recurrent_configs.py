@@ -63,7 +63,42 @@ GRANITE = BASE | {
     "mamba_d_head": 8,
     "mamba_expand": 2,
 }
+# The form of the published config: layers count from 1.
+KIMI = without(BASE, "max_position_embeddings", "rope_theta") | {
+    "model_type": "kimi_linear",
+    "architectures": ["KimiLinearForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "model_max_length": 128,
+    "pad_token_id": None,
+    "head_dim": 11,  # read by nothing, as 72 in the published one
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "mla_use_nope": True,
+    "rms_norm_eps": 0.01,
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "linear_attn_config": {
+        "full_attn_layers": [3],
+        "kda_layers": [1, 2, 4],
+        "num_heads": 3,
+        "head_dim": 6,
+        "short_conv_kernel_size": 4,
+    },
+}
 RECURRENT = {
+    "kimi_linear-delta-latent-experts": KIMI,
     "granitemoehybrid-mamba-experts": GRANITE
     | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 16},
     "granitemoehybrid-mamba-dense-tied": GRANITE

@@ -50,6 +50,8 @@ GPT2 = {
 MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE = (
     SIZES | {"model_type": kind} for kind in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 )
+KIMI = without(SIZES, "max_position_embeddings") | {"model_type": "kimi_linear", "num_key_value_heads": 8}
+KIMI |= {"layer_types": [*["linear_attention"] * 3, "full_attention"]}
 GPT_OSS = SIZES | {"model_type": "gpt_oss", "num_local_experts": 8}
 MPT = {"model_type": "mpt", "vocab_size": 1000, "d_model": 64, "n_layers": 4, "n_heads": 8, "max_seq_len": 4096}
 FALCON = without(SIZES, "intermediate_size", "num_key_value_heads") | {"model_type": "falcon"}

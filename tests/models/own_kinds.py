@@ -123,6 +123,7 @@ CONFIGS = {
     ),
     "gated": dataclasses.replace(TINY, out_gate=True, recurrent=DeltaRuleSpec((0,), 2, 4, 8, 4)),
     "delta": dataclasses.replace(TINY, recurrent=DeltaRuleSpec((0,), 2, 4, 8, 4, norm_placement="after")),
+    "low_rank": dataclasses.replace(TINY, recurrent=DeltaRuleSpec((0,), 2, 4, 8, 4, rank=3)),
     "mamba": dataclasses.replace(TINY, recurrent=Mamba2Spec((0,), 2, 4, 8, 4)),
     "recurrent": dataclasses.replace(TINY, recurrent=ShortConvSpec((0,), bias=True)),
     "reads": dataclasses.replace(TINY, num_layers=3, kv_layers=(0, 0, 0), qkv_bias=True, qk_norm="head"),

@@ -244,6 +244,12 @@ EXPORTED = {
         **{"family": "granitemoehybrid", "head_dim": 8, "rope": NO_ROPE, "logit_scale": 0.25},
         recurrent=Mamba2Spec((0, 2), 2, 8, 6, 8, bias=False, eps=0.01),
     ),
+    "kimi_linear": dataclasses.replace(
+        LATENT,
+        **{"family": "kimi_linear", "mlp": "swiglu_experts", "d_ff": 12, "experts": SIGMOID, "attention_scale": 0.25},
+        rope=NO_ROPE,
+        recurrent=DeltaRuleSpec((0, 2), 4, 4, 6, 6, rank=6),
+    ),
     "lfm2": dataclasses.replace(
         TINY, family="lfm2", head_dim=8, qk_norm="head", recurrent=ShortConvSpec((0, 2), 4, bias=True)
     ),

@@ -18,16 +18,16 @@ def definition(matrices, texts, terms, delta):
     for n, text in enumerate(texts):
         q, k, v, g, beta = (np.float64(x[n]) for x in terms)
         for h in range(HEADS):
-            state = np.exp(g[h]) * states[text, h]
+            state = np.exp(g[h])[:, None] * states[text, h]
             u = beta[h] * (v[h] - state.T @ k[h]) if delta else v[h]
             states[text, h] = state + np.outer(k[h], u)
         rows.append([states[text, h].T @ q[h] for h in range(HEADS)])
     return np.array(rows), states
 
 
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize(("delta", "decays"), [(True, KEYS), (True, 1), (False, 1)])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_tokens_one_by_one_are_the_definition(delta, name):
+def test_tokens_one_by_one_are_the_definition(delta, decays, name):
     rng, lengths, padding = np.random.default_rng(4), LENGTHS[name], 7
     texts = np.repeat(np.arange(len(lengths)), lengths)
     num = len(texts)
@@ -38,7 +38,7 @@ def test_tokens_one_by_one_are_the_definition(delta, name):
     k = normal(HEADS, KEYS)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     # Decays from nearly none to one after which nothing is left, whose inverse would overflow.
-    g = -np.exp(rng.uniform(-6, 5, (num + padding, HEADS))).astype(np.float32)
+    g = -np.exp(rng.uniform(-6, 5, (num + padding, HEADS, decays))).astype(np.float32)
     terms = Terms(normal(HEADS, KEYS), k, normal(HEADS, VALUES), g, 2 / (1 + np.exp(-normal(HEADS))))
     matrices = rng.standard_normal((len(lengths), HEADS, KEYS, VALUES)).astype(np.float32)
     text = jax.numpy.asarray(np.pad(texts, (0, padding), constant_values=FAR))

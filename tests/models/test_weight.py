@@ -31,7 +31,7 @@ NAMES = ("everything", "after", "parallel", "experts", "clamped", "latent", "den
 
 
 def test_the_models_of_these_tests_have_every_weight():
-    shapes = [param_shapes(CONFIGS[name]) for name in (*NAMES, "recurrent", "delta", "mamba")]
+    shapes = [param_shapes(CONFIGS[name]) for name in (*NAMES, "recurrent", "delta", "low_rank", "mamba")]
     found = {name for s in shapes for name in (*weights_of(s.layers[0]), *weights_of(s))}
     assert found | JOINED == weight_fields().keys()
 

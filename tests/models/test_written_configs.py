@@ -179,6 +179,10 @@ WRITABLE = [
     ),
     ModelConfig(**MAMBA, rope=NO_ROPE, tie_embeddings=True, embed_scale=12.0, residual_scale=0.22),
     ModelConfig(**EXPERTS | {"experts": ExpertsSpec(8, 2, shared_d_ff=64, shared_gate=False)} | MAMBA),
+    ModelConfig(
+        **LATENT | ROUTED | {"num_layers": 3, "family": "kimi_linear", "attention_scale": 0.25, "rope": NO_ROPE},
+        recurrent=DeltaRuleSpec((0, 2), 4, 4, 8, 8, 3, rank=8),
+    ),
     ModelConfig(family="lfm2", num_layers=3, recurrent=ShortConvSpec((0, 2), 4, bias=True), qk_norm="head"),
 ]
 

@@ -88,6 +88,7 @@ FAMILIES = Families(
         "qwen3_5_text": "qwen3_5:QWEN3_5",
         "qwen3_5_moe_text": "qwen3_5:QWEN3_5_MOE",
         "granitemoehybrid": "granitemoehybrid:GRANITEMOEHYBRID",
+        "kimi_linear": "kimi_linear:KIMI_LINEAR",
     }
 )
 

@@ -50,9 +50,9 @@ DEFAULTS = {
 }
 
 
-def read_latents(fields: Fields, *, interleaved: bool = True) -> dict[str, Any]:
-    """Returns the latents of each layer, and what follows from them."""
-    refuse_windows(fields)
+def read_latents(fields: Fields, *, interleaved: bool = True, others: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns the latents of each layer, and what follows from them; others: see `refuse_windows`."""
+    refuse_windows(fields, others)
     for name in ("attention_bias", "mlp_bias"):
         fields.must_be(name, (False,), "supported: false")
     fields.must_be("rope_interleave", (interleaved,), f"supported: {str(interleaved).lower()}")
