@@ -38,6 +38,7 @@ class Spec:
     evict_every: every n-th block of a row is missing from its table, except the first and those with queries;
       0 for none.
     slack: entries of the table beyond the longest row.
+    sides: of the pool; 1 for keys and values at once.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -58,12 +59,14 @@ class Spec:
     return_lse: bool = False
     evict_every: int = 0
     slack: int = 2
+    sides: int = 2
     seed: int = 0
 
     def __str__(self) -> str:
         """Returns shape and unusual fields, for example q1_n4_k2_h64_b16_bfloat16_window=40_rows=130/1,1/1."""
         parts = [f"q{self.q_tile}", f"n{self.num_heads}", f"k{self.num_kv_heads}", f"h{self.head_dim}"]
         parts += [f"b{self.block_size}", self.dtype] + [self.codes] * bool(self.codes)
+        parts += ["latents"] * (self.sides == 1)
         parts += [f"{k}={v}" for k, v in self.pattern._asdict().items() if v != getattr(FULL, k)]
         for name in ("sink_queries", "soft_cap", "sink_logits", "key_rope", "return_lse", "evict_every"):
             if value := getattr(self, name):
@@ -153,7 +156,7 @@ def make(spec: Spec) -> Call:
 
 def _pool(rng: np.random.Generator, spec: Spec, readable: np.ndarray):
     """Makes a pool, with scales if it has codes; numbers where readable [M, B], else NaN."""
-    shape = (len(readable), spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    shape = (len(readable), spec.num_layers, spec.sides, spec.num_kv_heads, spec.block_size, spec.head_dim)
     if spec.codes == "int4":
         return _four_bits(rng.standard_normal(shape, np.float32), readable)
     pool, scales = np.empty(shape, jnp.dtype(spec.codes or spec.dtype)), np.empty(shape[:-1], np.float32)

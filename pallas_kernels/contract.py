@@ -28,8 +28,7 @@ Array: TypeAlias = Any  # a jax.Array, or for `Kernel.unsupported` and `Kernel.s
 class Pool(NamedTuple):
     """Paged keys and values of all layers, as numbers, as codes with their scales, or as packed codes.
 
-    kv: [M, L, 2, K, B, H]; keys are [:, :, 0], values [:, :, 1]. On CPUs also [M, L, 1, K, B, H], keys and values at
-      once.
+    kv: [M, L, 2, K, B, H]; keys are [:, :, 0], values [:, :, 1]. Or [M, L, 1, K, B, H], keys and values at once.
     scales: None where kv holds numbers. [M, L, 2, K, B] float32 where it holds codes in int8 or float8_e4m3fn: a key or
       value is its code times its scale. For int4 codes bfloat16, laid out and applied as in `int4`.
     zeros: like scales, of packed codes; None for 0.

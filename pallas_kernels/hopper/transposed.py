@@ -23,8 +23,8 @@ def from_shared(ref):
     return plgpu.layout_cast(ref.transpose((1, 0))[...], plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-def to_global(ref, x) -> None:
-    """Stores the first R columns of x [64 n, columns] to ref [R, 64 n] in global memory.
+def to_global(ref, x, transposed: bool = True) -> None:
+    """Stores the first R columns of x [64 n, columns] to ref [R, 64 n] in global memory; otherwise its first R rows.
 
     Layout inference has no transposed store to global memory, nor, on its way there, one of fewer than 8 rows to shared
     memory.
@@ -39,10 +39,10 @@ def to_global(ref, x) -> None:
         text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.b{bits.width} [$0], $1; }}"
 
         def one(value, index):
-            row, column = index
-            there = arith.cmpi(arith.CmpIPredicate.ult, column, limit)
-            # For columns beyond the matrix, an address inside, which is not written to.
-            place = utils.memref_slice(to, (arith.select(there, column, arith.constant(limit.type, 0)), row))
+            row, column = reversed(index) if transposed else index
+            there = arith.cmpi(arith.CmpIPredicate.ult, row, limit)
+            # For rows beyond the matrix, an address inside, which is not written to.
+            place = utils.memref_slice(to, (arith.select(there, row, arith.constant(limit.type, 0)), column))
             given = [
                 utils.memref_ptr(place),
                 utils.bitcast(value, bits),
