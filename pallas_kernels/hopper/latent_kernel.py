@@ -295,7 +295,7 @@ def _store(warpgroup: Latents, acc, scale, lse, to: Stored) -> None:
         if warpgroup.plain:
             place[...] = x[: to.out_g.shape[1]]
         else:
-            transposed.to_global(place, x, transposed=False)
+            transposed.rows_to_global(place, x)
         start += a.shape[1]
 
 
