@@ -284,11 +284,11 @@ class Kernel(NamedTuple, Generic[AnyResult]):
 
 
 def check_options(call: Call, *reads: str) -> None:
-    """Raises NotImplementedError if a call has options, scales or tables that a kernel does not read.
+    """Raises NotImplementedError if a call has options, scales, tables or a pool that a kernel does not read.
 
     Args:
-      reads: names of fields of Options, "scales" for pools of codes, "levels" for packed ones, and "by_head" for tables
-        of single kv heads.
+      reads: names of fields of Options, "scales" for pools of codes, "levels" for packed ones, "by_head" for tables
+        of single kv heads, and "latents" for pools of keys and values at once.
     """
     asked = [
         field.name
@@ -298,5 +298,6 @@ def check_options(call: Call, *reads: str) -> None:
     asked += ["scales"] * (call.pool.scales is not None and "scales" not in reads)
     asked += ["packed codes"] * (call.pool.levels is not None and "levels" not in reads)
     asked += ["tables of single kv heads"] * (call.by_head and "by_head" not in reads)
+    asked += ["keys and values at once"] * (call.pool.kv.shape[2] == 1 and "latents" not in reads)
     if asked:
         raise NotImplementedError(f"this kernel does not support {', '.join(asked)}")

@@ -77,7 +77,7 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
       NotImplementedError: a dtype, latent, block size, number of heads or option that the kernel does not support.
     """
     pool = call.pool.kv
-    check_options(call, "return_lse", "out_dtype")
+    check_options(call, "return_lse", "out_dtype", "latents")
     tiles, parts = _tiles(call)
     if work is None:
         work = schedule(call, tuning=tuning)

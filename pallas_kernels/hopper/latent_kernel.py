@@ -184,6 +184,7 @@ def _attend_segment(warpgroup: Latents, segment, carry):
         acc = _add_values(warpgroup, at, acc, fade)
         if not scores:
             plgpu.barrier_arrive(refs.taken)
+        plgpu.commit_smem()  # a barrier: all warps have multiplied
         pl.when(ahead.segment < warpgroup.until)(lambda: warpgroup.fetch_part(ahead, stage))
         return acc, rows, n + 1, warpgroup.after(ahead)
 
@@ -239,6 +240,7 @@ def _masked(warpgroup: Latents, at: Place, s):
 def _silence(warpgroup: Latents, at: Place) -> None:
     """Zeroes unwritten slots of a piece: a weight of 0 does not silence a NaN."""
     refs = warpgroup.refs
+    plgpu.commit_smem()  # a barrier: the products of all warps have read them
     for part_s in (refs.left_s, refs.right_s):
         for i in range(0, part_s.shape[2], ROWS):
             columns = pl.ds(i, ROWS)
@@ -339,6 +341,7 @@ def attend_segments(q, positions, pool, work: Work, numbers, config: LatentConfi
         ),
         interpret=interpret,
         warpgroups=2,
+        auto_barriers=False,
     )
     units = pool.reshape(-1, size, h)
     return kernel(

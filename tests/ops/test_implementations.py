@@ -44,7 +44,8 @@ B, H, N, K = 16, 64, 4, 2
 TRITON = Kernels(*(KERNELS[name].tuned(interpret=True) for name in ("triton_decode", "triton_ragged")))
 FEW = KERNELS["hopper_decode"].tuned(interpret=PARAMS, num_workers=3)
 MANY = KERNELS["hopper_prefill"].tuned(interpret=PARAMS)
-HOPPER = Kernels(FEW, FEW, MANY, KV_WRITES["hopper_kv_write"].tuned(interpret=PARAMS))
+LATENT = KERNELS["hopper_latent"].tuned(interpret=PARAMS, num_workers=3)
+HOPPER = Kernels(FEW, FEW, MANY, KV_WRITES["hopper_kv_write"].tuned(interpret=PARAMS), LATENT)
 
 
 def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
@@ -53,8 +54,20 @@ def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
     for other in ({"block_size": 8}, {"head_dim": 80}, {"dtype": "float32"}, {"compute_capability": (7, 0)}):
         assert choose(H200._replace(**other)).name == "xla", other
     assert choose(Requirements("tpu", None, "bfloat16", 4, 2, 64, 16)).name == "xla"
-    assert choose(latents := H200._replace(num_kv_heads=1, sides=1)).name == "xla"
-    assert "latents, which are keys and values at once" in str(unsupported(HOPPER, latents))
+
+
+def test_latents_get_the_kernel_that_reads_them():
+    latents = H200._replace(num_heads=16, num_kv_heads=1, head_dim=576, sides=1)
+    assert choose(latents).name == choose(latents._replace(num_heads=128)).name == "hopper"
+    for other, reason in (
+        ({"num_heads": 96}, "96 query heads"),
+        ({"head_dim": 288}, "latents of 288 numbers"),
+        ({"codec": "int8", "dtype": "int8", "query_dtype": "bfloat16"}, "does not support scales"),
+        ({"eviction": H2O()}, "does not support return_mass"),
+    ):
+        assert choose(latents._replace(**other)).name == "xla"
+        assert reason in str(unsupported(HOPPER, latents._replace(**other)))
+    assert "latents, which are keys and values at once" in str(unsupported(TRITON, latents))
 
 
 def test_pools_of_codes_get_kernels_that_read_their_codec():
