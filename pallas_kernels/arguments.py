@@ -223,6 +223,17 @@ TINY_QUANTISED = _each(
     dict(codes="int4", num_heads=2, num_kv_heads=1, block_size=128, pattern=SINKS_IN_CACHE, sink_queries=1, q_tile=4),
 )
 
+# Latents: one part of query heads or two, whole latents of DeepSeek's size last.
+LATENTS = _each(
+    dict(rows=((330, 1), (40, 1)), num_kv_heads=1, sides=1, block_size=64, seed=60),
+    dict(rows=((130, 1), (0, 0), (16, 1)), num_heads=128, head_dim=192, return_lse=True),
+    dict(rows=((75, 9), (1, 1)), q_tile=4, num_heads=20, head_dim=128, pattern=SINKS),
+    dict(rows=((300, 1), (64, 1)), num_heads=3, head_dim=320, dtype="float16", evict_every=3),
+    dict(rows=((150, 1),), num_heads=16, head_dim=192, block_size=16, pattern=WINDOW),
+    dict(num_heads=16, head_dim=576),
+    dict(num_heads=128, head_dim=576),
+)
+
 # Lengths at, before and after the edges of blocks and of pieces of 64 and 128 tokens.
 RAGGED = ((257, 1), (0, 0), (1, 1), (64, 1), (63, 1), (129, 1), (16, 1))
 # A long chunk with a padded last tile, a whole prompt, an empty row, a decoding row, a prompt of one token.

@@ -18,8 +18,9 @@ from pallas_kernels.hopper.schedule import NUM_PROCESSORS
 from pallas_kernels.hopper.tiles import Tiles, where_queried
 from pallas_kernels.work import Work
 
-# Numbers of the largest latent: queries and two pieces take 216 of 227 KB of shared memory.
-MAX_HEAD_DIM = 576
+# Numbers of a latent: a tile of shared memory for each warpgroup at least; of 576, queries and two pieces take 216 of
+# 227 KB.
+MIN_HEAD_DIM, MAX_HEAD_DIM = 128, 576
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +43,9 @@ def _tiles(call: Call) -> tuple[Tiles, int]:
         raise NotImplementedError(f"{pool.shape[3]} kv heads of keys and values; this kernel takes one, of latents")
     if pool.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"latents in {pool.dtype}; this kernel takes bfloat16, float16")
-    if pool.shape[5] % ROWS or not 2 * ROWS <= pool.shape[5] <= MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"latents of {pool.shape[5]} numbers; this kernel takes multiples of {ROWS} from {2 * ROWS} to {MAX_HEAD_DIM}"
-        )
+    if (h := pool.shape[5]) % ROWS or not MIN_HEAD_DIM <= h <= MAX_HEAD_DIM:
+        multiples = f"multiples of {ROWS} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+        raise NotImplementedError(f"latents of {h} numbers; this kernel takes {multiples}")
     if heads > ROWS and heads != 2 * ROWS:
         raise NotImplementedError(f"{heads} query heads; with latents this kernel takes up to {ROWS}, or {2 * ROWS}")
     parts = 1 if heads <= ROWS else 2

@@ -202,7 +202,6 @@ def _attend_segment(warpgroup: Latents, segment, carry):
 
 def _weigh(warpgroup: Latents, at: Place, top, total):
     """Scores a piece and hands over its weights; returns the factor of earlier sums, and the new (top, total)."""
-    refs = warpgroup.refs
     s = _scores(warpgroup, at)
     s = lax.cond(at.care & MASK != 0, functools.partial(_masked, warpgroup, at), lambda s: s * LOG2E, s)
     new_top = jnp.maximum(top, s.max(axis=1))

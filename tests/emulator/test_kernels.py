@@ -7,12 +7,14 @@ operands of wgmma, proxy fences. `make kernels` runs these tests; elsewhere they
 import dataclasses
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.arguments import SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
+from pallas_kernels.arguments import LATENTS, SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Kernel
+from pallas_kernels.hopper import latent_kernel
 from pallas_kernels.hopper.mass import probability_mass
 from pallas_kernels.hopper.merge import merge_segments
 from pallas_kernels.hopper.schedule import Tuning
@@ -20,15 +22,7 @@ from pallas_kernels.registry import KERNELS
 from tests import emulator
 from tests.emulator.plugin import needs_plugin
 from tests.pallas_kernels import contract
-from tests.pallas_kernels.hopper import (
-    test_decode,
-    test_kv_write,
-    test_latent,
-    test_mass,
-    test_merge,
-    test_prefill,
-    test_product,
-)
+from tests.pallas_kernels.hopper import test_decode, test_kv_write, test_mass, test_merge, test_prefill, test_product
 
 pytestmark = needs_plugin
 
@@ -39,14 +33,6 @@ GROUPS = [
 ]
 DECODE = [*TINY, *TINY_QUANTISED, *test_decode.TWO_GROUPS, *GROUPS]
 SWAPPED = [*test_decode.SWAPPED, *(spec for spec in GROUPS if spec.head_dim != 96)]
-# The size of DeepSeek's, of 16 and of 128 query heads; five pieces in two buffers, and split rows.
-LATENTS = [
-    *test_latent.SPECS,
-    *(
-        Spec(rows=((330, 1), (40, 1)), num_heads=n, num_kv_heads=1, head_dim=576, block_size=64, sides=1, seed=n)
-        for n in (16, 128)
-    ),
-]
 WIDE = Spec(rows=((290, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=64, pattern=SINKS, sink_logits=True)
 # Six pieces of keys, more than the ring has stages: each stage is refilled behind its readers.
 SIX_PIECES = Spec(rows=((700, 16),), q_tile=16, num_heads=8, num_kv_heads=1, head_dim=128, block_size=64)
@@ -118,16 +104,13 @@ def test_attention_to_latents(spec):
     emulate(KERNELS["hopper_latent"].tuned(num_workers=3), spec)
 
 
-def test_a_part_of_latents_that_is_refilled_too_early_is_found(monkeypatch):
-    """Without the second warpgroup's wait for the weights, its refill overtakes the scores."""
-    waits = latent_kernel._take_fade
+def test_weights_of_latents_that_the_second_warpgroup_does_not_wait_for_are_found(monkeypatch):
+    def take_early(warpgroup, stage):
+        plgpu.barrier_wait(warpgroup.refs.left_bar.at[stage])
+        return warpgroup.refs.rows_s[latent_kernel.FADE]
 
-    def early(warpgroup, stage):
-        plgpu.barrier_arrive(warpgroup.refs.taken)
-        return waits(warpgroup, stage)
-
-    with monkeypatch.context() as patch, pytest.raises(emulator.Trap):
-        patch.setattr(latent_kernel, "_take_fade", early)
+    monkeypatch.setattr(latent_kernel, "_take_fade", take_early)
+    with pytest.raises(emulator.Trap, match="no barrier"):
         emulate(KERNELS["hopper_latent"].tuned(num_workers=4), LATENTS[0])
 
 

@@ -4,20 +4,14 @@ import dataclasses
 
 import pytest
 
-from pallas_kernels.arguments import SINKS, WINDOW, Spec, make
+from pallas_kernels.arguments import LATENTS, make
 from pallas_kernels.registry import KERNELS
 from tests.pallas_kernels.contract import check
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 from tests.soak import soak_unless
 
 KERNEL = KERNELS["hopper_latent"].tuned(interpret=PARAMS)
-_LATENTS = dict(num_kv_heads=1, sides=1, block_size=64)
-SPECS = (
-    Spec(rows=((130, 1), (0, 0), (16, 1)), num_heads=128, head_dim=192, return_lse=True, **_LATENTS),
-    Spec(rows=((75, 9), (1, 1)), q_tile=4, num_heads=20, head_dim=128, pattern=SINKS, seed=1, **_LATENTS),
-    Spec(rows=((300, 1), (64, 1)), num_heads=3, head_dim=320, dtype="float16", evict_every=3, seed=2, **_LATENTS),
-    Spec(rows=((150, 1),), num_heads=16, head_dim=192, pattern=WINDOW, seed=3, **(_LATENTS | {"block_size": 16})),
-)
+SPECS = LATENTS[:4]
 
 
 @several_warpgroups
