@@ -103,6 +103,9 @@ class Refs(NamedTuple):
 class Latents(Warpgroup):
     """A warpgroup of the kernel; group is known when it is traced."""
 
+    refs: Refs
+    config: LatentConfig
+
     @property
     def part(self):
         """Part of the query heads that this block of threads attends."""
@@ -140,7 +143,7 @@ def _attend_stretch(*refs, config: LatentConfig, plain: bool) -> None:
         pl.when(group == number)(functools.partial(_walk, Refs(*refs), config, plain, number))
 
 
-def _walk(refs: Refs, config: LatentConfig, plain: bool, group: int) -> None:
+def _walk(refs: Any, config: LatentConfig, plain: bool, group: int) -> None:
     """One warpgroup walks the segments of a stretch, two pieces ahead of itself."""
     worker = lax.div(lax.axis_index("index"), int32(config.parts))
     first, until = refs.first_g[worker], refs.first_g[worker + 1]
@@ -191,12 +194,13 @@ def _attend_segment(warpgroup: Latents, segment, carry):
     acc, rows, *carry = lax.fori_loop(0, count, attend_piece, (acc, rows, *carry))
     if scores:
         pl.when(segment + 1 < warpgroup.until)(lambda: warpgroup.fetch_queries(segment + 1))
-        _hand_over(warpgroup, {TOP: rows[0], TOTAL: rows[1]})
+        top, total = rows
+        _hand_over(warpgroup, {TOP: top, TOTAL: total})
     else:
         plgpu.barrier_wait(refs.handed)
-        rows = refs.rows_s[TOP], refs.rows_s[TOTAL]
+        top, total = refs.rows_s[TOP], refs.rows_s[TOTAL]
         plgpu.barrier_arrive(refs.taken)
-    store_segment(warpgroup, segment, *rows, None, functools.partial(_store, warpgroup, acc))
+    store_segment(warpgroup, segment, top, total, None, functools.partial(_store, warpgroup, acc))
     return tuple(carry)
 
 
