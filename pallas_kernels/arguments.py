@@ -38,6 +38,7 @@ class Spec:
     evict_every: every n-th block of a row is missing from its table, except the first and those with queries;
       0 for none.
     slack: entries of the table beyond the longest row.
+    sides: of the pool; 1 for keys and values at once.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -58,12 +59,14 @@ class Spec:
     return_lse: bool = False
     evict_every: int = 0
     slack: int = 2
+    sides: int = 2
     seed: int = 0
 
     def __str__(self) -> str:
         """Returns shape and unusual fields, for example q1_n4_k2_h64_b16_bfloat16_window=40_rows=130/1,1/1."""
         parts = [f"q{self.q_tile}", f"n{self.num_heads}", f"k{self.num_kv_heads}", f"h{self.head_dim}"]
         parts += [f"b{self.block_size}", self.dtype] + [self.codes] * bool(self.codes)
+        parts += ["latents"] * (self.sides == 1)
         parts += [f"{k}={v}" for k, v in self.pattern._asdict().items() if v != getattr(FULL, k)]
         for name in ("sink_queries", "soft_cap", "sink_logits", "key_rope", "return_lse", "evict_every"):
             if value := getattr(self, name):
@@ -153,7 +156,7 @@ def make(spec: Spec) -> Call:
 
 def _pool(rng: np.random.Generator, spec: Spec, readable: np.ndarray):
     """Makes a pool, with scales if it has codes; numbers where readable [M, B], else NaN."""
-    shape = (len(readable), spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    shape = (len(readable), spec.num_layers, spec.sides, spec.num_kv_heads, spec.block_size, spec.head_dim)
     if spec.codes == "int4":
         return _four_bits(rng.standard_normal(shape, np.float32), readable)
     pool, scales = np.empty(shape, jnp.dtype(spec.codes or spec.dtype)), np.empty(shape[:-1], np.float32)
@@ -218,6 +221,17 @@ TINY_QUANTISED = _each(
     dict(codes="float8_e4m3fn", pattern=SINKS_AT_CEILING, sink_queries=6, rows=((75, 9), (1, 1)), q_tile=4),
     dict(codes="int4", num_heads=2, block_size=64, head_dim=128, evict_every=2, soft_cap=15.0),
     dict(codes="int4", num_heads=2, num_kv_heads=1, block_size=128, pattern=SINKS_IN_CACHE, sink_queries=1, q_tile=4),
+)
+
+# Latents: one part of query heads or two, whole latents of DeepSeek's size last.
+LATENTS = _each(
+    dict(rows=((330, 1), (40, 1)), num_kv_heads=1, sides=1, block_size=64, seed=60),
+    dict(rows=((130, 1), (0, 0), (16, 1)), num_heads=128, head_dim=192, return_lse=True),
+    dict(rows=((75, 9), (1, 1)), q_tile=4, num_heads=20, head_dim=128, pattern=SINKS),
+    dict(rows=((300, 1), (64, 1)), num_heads=3, head_dim=320, dtype="float16", evict_every=3),
+    dict(rows=((150, 1),), num_heads=16, head_dim=192, block_size=16, pattern=WINDOW),
+    dict(num_heads=16, head_dim=576),
+    dict(num_heads=128, head_dim=576),
 )
 
 # Lengths at, before and after the edges of blocks and of pieces of 64 and 128 tokens.

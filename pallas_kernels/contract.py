@@ -28,8 +28,7 @@ Array: TypeAlias = Any  # a jax.Array, or for `Kernel.unsupported` and `Kernel.s
 class Pool(NamedTuple):
     """Paged keys and values of all layers, as numbers, as codes with their scales, or as packed codes.
 
-    kv: [M, L, 2, K, B, H]; keys are [:, :, 0], values [:, :, 1]. On CPUs also [M, L, 1, K, B, H], keys and values at
-      once.
+    kv: [M, L, 2, K, B, H]; keys are [:, :, 0], values [:, :, 1]. Or [M, L, 1, K, B, H], keys and values at once.
     scales: None where kv holds numbers. [M, L, 2, K, B] float32 where it holds codes in int8 or float8_e4m3fn: a key or
       value is its code times its scale. For int4 codes bfloat16, laid out and applied as in `int4`.
     zeros: like scales, of packed codes; None for 0.
@@ -285,11 +284,11 @@ class Kernel(NamedTuple, Generic[AnyResult]):
 
 
 def check_options(call: Call, *reads: str) -> None:
-    """Raises NotImplementedError if a call has options, scales or tables that a kernel does not read.
+    """Raises NotImplementedError if a call has options, scales, tables or a pool that a kernel does not read.
 
     Args:
-      reads: names of fields of Options, "scales" for pools of codes, "levels" for packed ones, and "by_head" for tables
-        of single kv heads.
+      reads: names of fields of Options, "scales" for pools of codes, "levels" for packed ones, "by_head" for tables
+        of single kv heads, and "latents" for pools of keys and values at once.
     """
     asked = [
         field.name
@@ -299,5 +298,6 @@ def check_options(call: Call, *reads: str) -> None:
     asked += ["scales"] * (call.pool.scales is not None and "scales" not in reads)
     asked += ["packed codes"] * (call.pool.levels is not None and "levels" not in reads)
     asked += ["tables of single kv heads"] * (call.by_head and "by_head" not in reads)
+    asked += ["keys and values at once"] * (call.pool.kv.shape[2] == 1 and "latents" not in reads)
     if asked:
         raise NotImplementedError(f"this kernel does not support {', '.join(asked)}")

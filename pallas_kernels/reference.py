@@ -101,14 +101,15 @@ def _gather(call: Call, tile):
     pool, pattern = call.pool, call.effective_pattern
     kv_pos = (start[:, None] + jnp.arange(pool.kv.shape[4])).reshape(-1)
     seen = pattern.visible(position[:, None], kv_pos)
-    blocks = pool.kv[table, call.layer].astype(jnp.float32)  # [P, 2, K, B, H]
+    blocks = pool.kv[table, call.layer].astype(jnp.float32)  # [P, 2 or 1, K, B, H]
     if pool.scales is not None:
         scales = pool.scales[table, call.layer]
         int4_codes = pool.kv.dtype == jnp.int4
         blocks = int4.dequantise(pool.kv[table, call.layer], scales) if int4_codes else blocks * scales[..., None]
-    slots = blocks.transpose(1, 0, 3, 2, 4).reshape(2, kv_pos.shape[0], pool.kv.shape[3], pool.kv.shape[5])
+    slots = blocks.transpose(1, 0, 3, 2, 4).reshape(-1, kv_pos.shape[0], pool.kv.shape[3], pool.kv.shape[5])
     # A weight of 0 does not silence a NaN in a slot that was never written.
-    k, v = jnp.where(seen.any(axis=0)[:, None, None], slots, 0.0)
+    slots = jnp.where(seen.any(axis=0)[:, None, None], slots, 0.0)
+    k, v = slots[0], slots[-1]
     if call.options.key_rope is not None:
         k = _rotated(k, call.options.key_rope, kv_pos).astype(call.q.dtype).astype(jnp.float32)
     return v, seen, _scores(q, q_sink, k, position, kv_pos, pattern, call.options.soft_cap)

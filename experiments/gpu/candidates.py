@@ -24,6 +24,8 @@ STAGES = ((2, 128), (3, 128), (3, 64), (4, 64))
 TOKAMAX = "tokamax mosaic (dense)"
 # Rows of `hopper_prefill`'s tiles: it is not used for fewer queries.
 PREFILL_ROWS = 128
+# The only kernel that reads latents, and reads nothing else.
+LATENT = "hopper_latent"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +70,12 @@ def implementations() -> dict[str, Kernel]:
 def ours(case: Case) -> list[Candidate]:
     """Each implementation of `pallas_kernels` that the engine could use for a case."""
     few = case.queries * case.num_heads // case.num_kv_heads < PREFILL_ROWS
-    found = implementations().items()
-    return [ours_as(name, kernel, case) for name, kernel in found if not (few and name.startswith("hopper_prefill"))]
+    found = implementations()
+    if LATENT in found:
+        of_latents = found.pop(LATENT)
+        found = {LATENT: of_latents} if case.rank else found
+    left_out = "hopper_prefill" if few else ()
+    return [ours_as(name, kernel, case) for name, kernel in found.items() if not name.startswith(left_out)]
 
 
 def ours_as(name: str, kernel: Kernel, case: Case) -> Candidate:

@@ -30,7 +30,7 @@ ROTATED_BYTES = 512 * 2**20
 class Arguments(NamedTuple):
     """Arrays of a `Call`.
 
-    q: [S, Q, N, H]. pool: [M, L, 2, K, B, H]. tables, starts: [S, P]. positions: [S, Q].
+    q: [S, Q, N, H]. pool: [M, L, 2, K, B, H], of latents [M, L, 1, K, B, H]. tables, starts: [S, P]. positions: [S, Q].
     """
 
     q: Any
@@ -52,7 +52,7 @@ class Case:
 
     lengths: tokens of each row's text, the queries' own included. queries: of a tile, the newest tokens of its row; one
     row of length n has ceil(n / queries) tiles where `prefill`, otherwise one. shared: leading tokens that all rows
-    share, a multiple of the block size.
+    share, a multiple of the block size. rank: of latents, the numbers of one that are values; 0 for keys and values.
     """
 
     name: str
@@ -66,6 +66,11 @@ class Case:
     pattern: tuple[int, ...] = tuple(Pattern())
     shared: int = 0
     tiny: bool = False
+    rank: int = 0
+
+    @property
+    def sides(self) -> int:
+        return 1 if self.rank else 2
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +79,7 @@ class Case:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block in one layer: keys and values, 2 bytes an element."""
-        return 4 * self.num_kv_heads * self.block_size * self.head_dim
+        return 2 * self.sides * self.num_kv_heads * self.block_size * self.head_dim
 
     def blocks_of(self, length: int) -> int:
         return -(-length // self.block_size)
@@ -93,16 +98,16 @@ class Case:
     @property
     def bytes(self) -> int:
         """Least bytes of one call: keys and values of the visible tokens, once each."""
-        return 4 * self.num_kv_heads * self.head_dim * self.visible()
+        return 2 * self.sides * self.num_kv_heads * self.head_dim * self.visible()
 
     @property
     def flops(self) -> int:
-        """4 N H for each pair of a query and a key that it sees, causally."""
+        """4 N H for each pair of a query and a key that it sees, causally; with latents 2 N (H + rank)."""
         pairs = 0
         for n in self.lengths:
             queries = n if self.prefill else self.queries
             pairs += queries * (2 * n - queries + 1) // 2
-        return 4 * self.num_heads * self.head_dim * pairs
+        return 2 * self.num_heads * (self.head_dim + (self.rank or self.head_dim)) * pairs
 
     @property
     def num_layers(self) -> int:
@@ -151,7 +156,7 @@ class Case:
         """jax.ShapeDtypeStruct of the arguments that `make` returns."""
         rows = sum(-(-n // self.queries) for n in self.lengths) if self.prefill else self.num_rows
         width = max(map(self.blocks_of, self.lengths))
-        pool = (self.num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        pool = (self.num_blocks, self.num_layers, self.sides, self.num_kv_heads, self.block_size, self.head_dim)
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         return Arguments(
@@ -169,3 +174,21 @@ def decode_cases(block_size: int, tiny: bool) -> list[Case]:
         small = functools.partial(Case, block_size=block_size, num_heads=4, num_kv_heads=2, head_dim=64, tiny=True)
         return [small("2x100", (100,) * 2), small("mix 1x200+3x60", (200, 60, 60, 60))]
     return [Case(name, lengths, block_size) for name, lengths in DECODE.items()]
+
+
+def latent_cases(tiny: bool) -> list[Case]:
+    """Decode over DeepSeek's latents: 38 to 604 MB of them, with 16 and with 128 query heads."""
+    small = Case("16 heads, 2x100", (100,) * 2, 16, 16, 1, 128, rank=64, tiny=True)
+    if tiny:
+        return [small, dataclasses.replace(small, name="128 heads, 2x100", num_heads=128)]
+    return [
+        Case(f"{heads} heads, {rows}x{length // 1024}k", (length,) * rows, 64, heads, 1, 576, rank=512)
+        for heads, rows, length in (
+            (16, 128, 4096),
+            (128, 64, 8192),
+            (16, 64, 8192),
+            (128, 64, 4096),
+            (16, 1, 32_768),
+            (128, 1, 32_768),
+        )
+    ]

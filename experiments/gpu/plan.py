@@ -29,6 +29,7 @@ SECTIONS = (
     Section("ceilings", "ceilings", 35, 15),
     Section("decode", "decode", 130, 60),
     Section("step", "step", 110, 45, 0.92),
+    Section("latents", "latents", 45, 15),
     Section("prefill", "prefill", 55, 20),
     Section("quantised", "quantised", 60, 12),
     Section("engine", "engine", 120, 25, 0.85),

@@ -6,6 +6,10 @@ from ksana_jax.ops.kernels import Kernels
 from pallas_kernels.registry import KERNELS, KV_WRITES
 
 HOPPER = Kernels(
-    KERNELS["hopper_decode"], KERNELS["hopper_decode"], KERNELS["hopper_prefill"], KV_WRITES["hopper_kv_write"]
+    KERNELS["hopper_decode"],
+    KERNELS["hopper_decode"],
+    KERNELS["hopper_prefill"],
+    KV_WRITES["hopper_kv_write"],
+    KERNELS["hopper_latent"],
 )
 TRITON = Kernels(KERNELS["triton_decode"], KERNELS["triton_ragged"])

@@ -17,7 +17,7 @@ from pallas_kernels import contract
 
 def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
     """Returns the GPU kernels' own reason for an unsupported requirement, or None."""
-    if needs.sides == 1:
+    if needs.sides == 1 and kernels.latents is None:
         return "the pool has latents, which are keys and values at once; the kernels read both apart"
     return _unread_codec(needs) or lacks(kernels, needs)
 
@@ -40,14 +40,17 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
             return f"{name} observes several sums over queries, and the kernels return one"
         if method.custom_logits:
             return f"{name} observes other weights than those of the attention, which the kernels return"
-    for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
+    of_latents = kernels.latents if needs.sides == 1 else None
+    for kernel, tile in ((of_latents or kernels.decode, 1), (of_latents or kernels.ragged, 32)):
         example = _example(needs, tile)
         # Layers that evict have no sinks in other places.
         rotating = (example.replace(q_sink=None, key_rope=_example_rope(needs)),) if _rotates_keys(needs) else ()
         for call in (example, *rotating):
             if reason := kernel.unsupported(call):
                 return reason
-    return None if kernels.kv_write is None else kernels.kv_write.unsupported(_example_write(needs))
+    if kernels.kv_write is None or needs.sides == 1:  # XLA writes latents
+        return None
+    return kernels.kv_write.unsupported(_example_write(needs))
 
 
 def _unread_codec(needs: Requirements) -> str | None:

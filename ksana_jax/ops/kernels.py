@@ -32,15 +32,19 @@ class Kernels(NamedTuple):
 
     decode, ragged: for tiles of one query and of more. kv_write: of keys and values; None writes with XLA.
     prefill: for tiles of PREFILL_ROWS and more rows, queries x query heads of a group, where it takes them.
+    latents: for all tiles of a pool of latents; None where the others read one, or none does.
     """
 
     decode: Kernel[Result]
     ragged: Kernel[Result]
     prefill: Kernel[Result] | None = None
     kv_write: Kernel[Written] | None = None
+    latents: Kernel[Result] | None = None
 
     def serving(self, call: Call, asked: contract.Call) -> Kernel[Result]:
         """Returns the kernel for one call."""
+        if self.latents is not None and asked.pool.kv.shape[2] == 1:
+            return self.latents
         if call.tile == 1:
             return self.decode
         # Shared blocks give few tiles over many keys: only the ragged kernel splits them among all workers.
@@ -69,7 +73,8 @@ class Kernels(NamedTuple):
         if context.num_repositioned_sinks:
             sinks = jnp.arange(context.num_repositioned_sinks)
             sink_angles = rope.angles(sink_query_position(context.pattern, context.batch.positions[:, None], sinks))
-        if self.kv_write is None or k is None or (context.observer is not None and context.observer.unrotated_keys):
+        unrotated = context.observer is not None and context.observer.unrotated_keys
+        if self.kv_write is None or k is None or unrotated or cache.kv.shape[2] == 1:
             queries, cache = write(q, k, v, cache, context._replace(num_repositioned_sinks=0), angles, scale)
             if sink_angles is not None:
                 shape = (q.shape[0], context.num_repositioned_sinks, *q.shape[1:])

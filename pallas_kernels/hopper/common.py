@@ -26,7 +26,8 @@ class Config:
 
     rows: queries x query heads of a group, padded to a multiple of 8, at most 64. num_workers: blocks of threads.
     stages: pieces of keys and values that each of them holds at once. codes: dtype of a quantised pool; dtype is
-    the dtype of the factors, 16 bits. swapped: keys are the rows of the products, `rows` their columns.
+    the dtype of the factors, 16 bits. swapped: keys are the rows of the products, `rows` their columns. sides: of the
+    pool, 2 for keys and values.
     """
 
     num_kv_heads: int
@@ -40,6 +41,7 @@ class Config:
     num_sink_queries: int = 0
     codes: jnp.dtype | None = None
     swapped: bool = False
+    sides: int = 2
 
     @property
     def unit(self) -> int:

@@ -142,7 +142,7 @@ class Warpgroup(NamedTuple):
         refs, config = self.refs, self.config
         tile, head = refs.segments_g[segment, TILE], refs.segments_g[segment, HEAD]
         layer = refs.numbers_g[len(Pattern._fields)] if config.scarce_registers else self.layer
-        row = (layer * 2 * config.num_kv_heads + head) * config.units_of_block
+        row = (layer * config.sides * config.num_kv_heads + head) * config.units_of_block
         first = piece * config.units_of_piece
         return tuple(refs.units_g[tile, first + i] + row for i in range(config.units_of_piece))
 

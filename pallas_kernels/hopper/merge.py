@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import interpreter
-from pallas_kernels.hopper.common import ROWS, finished, int32, load, store
+from pallas_kernels.hopper.common import finished, int32, load, store
 from pallas_kernels.work import HEAD, TILE, Work
 
 THREADS = 128
@@ -93,7 +93,7 @@ def _merge(*refs, num_kv_heads: int, head_dim: int, num_workers: int, parts: int
             @pl.when(is_empty)
             def _(at=at):
                 for_chunks(lambda chunk: store(r.out, (at, chunk), _full(THREADS, 0.0).astype(r.out.dtype)))
-                pl.when(part == 0)(lambda: store(r.lse, (at,), _full(ROWS, -jnp.inf)))
+                pl.when(part == 0)(lambda: store(r.lse, (at,), _full(r.lse.shape[1], -jnp.inf)))
 
         return carry
 
@@ -139,7 +139,7 @@ def _joined(read, first, until, size: int):
 
 def _join_values(r: Refs, num_kv_heads: int, head_dim: int, pair, first, until, chunk) -> None:
     """Writes 128 numbers of a pair's result."""
-    # Rows that these belong to: one, or two of a head dim of 64 or 96.
+    # Rows that these belong to: one, or two of a head dim that is no multiple of 128.
     row = lax.div(chunk * THREADS, int32(head_dim))
     column = _spread(lax.broadcasted_iota(jnp.int32, (THREADS,), 0))
     next_row_from = (row + 1) * head_dim - chunk * THREADS
@@ -148,7 +148,7 @@ def _join_values(r: Refs, num_kv_heads: int, head_dim: int, pair, first, until, 
         x = _full(THREADS, ref[index, row])
         if head_dim % THREADS == 0:
             return x
-        after = _full(THREADS, ref[index, jnp.minimum(row + 1, ROWS - 1)])
+        after = _full(THREADS, ref[index, jnp.minimum(row + 1, ref.shape[1] - 1)])
         return jnp.where(column < next_row_from, x, after)
 
     def read(segment):
@@ -163,9 +163,10 @@ def _join_lse(r: Refs, num_kv_heads: int, pair, first, until) -> None:
     """Writes a pair's log-sum-exp."""
 
     def read(segment):
-        return _spread(load(r.partial_lse, (segment,))), _full(ROWS, 0.0)
+        return _spread(load(r.partial_lse, (segment,))), _full(rows, 0.0)
 
-    _, top, total = _joined(read, first, until, ROWS)
+    rows = r.lse.shape[1]
+    _, top, total = _joined(read, first, until, rows)
     sink = None if r.sinks is None else _spread(load(r.sinks, (lax.rem(pair, int32(num_kv_heads)),)))
     store(r.lse, (pair,), finished(top, total, sink)[1])
 
@@ -174,7 +175,8 @@ def merge_segments(partial, partial_lse, work: Work, sinks, out, lse, interpret)
     """Joins the segments of split pairs: `out` and `lse` as the attention left them, completed.
 
     Args:
-      partial, partial_lse: [N, rows, H] and [N, 64] float32, of segments: normalised results and log2-sum-exp.
+      partial, partial_lse: [N, rows, H] and [N, 64] float32, of segments: normalised results and log2-sum-exp. Here
+        and in lse [N, 128] if rows are more than 64.
       sinks: [K, 64] learned sink logits in base 2 of the rows of each kv head; None without.
       out, lse: [S*K, R, H] and [S*K, 64]; R as `whole_rows` gives it.
     """

@@ -28,13 +28,17 @@ class Tiles(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, call: Call, matrices: int = 1) -> Tiles:
-        """Matrices as small as the queries allow, in steps of 8 rows; of 64 rows where a tile has several."""
+    def of(cls, call: Call, matrices: int = 1, parts: int = 1) -> Tiles:
+        """Matrices as small as the queries allow, in steps of 8 rows; of 64 rows where a tile has several.
+
+        parts: of the query heads of each kv head; each is in matrices of its own, as if it had its own kv head.
+        """
         s, width, _, _ = call.q.shape
-        queries = ROWS // call.group if matrices > 1 else min(ROWS // call.group, width)
-        rows = ROWS if matrices > 1 else -(-queries * call.group // 8) * 8
+        group = call.group // parts
+        queries = ROWS // group if matrices > 1 else min(ROWS // group, width)
+        rows = ROWS if matrices > 1 else -(-queries * group // 8) * 8
         count = -(-width // (matrices * queries))
-        return cls(s, width, count, matrices, queries, call.pool.kv.shape[3], call.group, rows)
+        return cls(s, width, count, matrices, queries, call.pool.kv.shape[3] * parts, group, rows)
 
     def split(self, call: Call) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tables and starts [S * count, P] of the tiles, and positions [S * count, queries of a tile at most]."""

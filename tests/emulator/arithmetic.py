@@ -189,9 +189,12 @@ def _bits(name: str, kind: str) -> tuple[list[str], Function]:
             mask = (unsigned(1) << np.minimum(length, int(kind[1:]) - 1).astype(unsigned)) - unsigned(1)
             return (x >> start.astype(unsigned)) & mask
 
-        if kind[0] == "s":
-            raise NotImplementedError("bfe of signed numbers")
-        return [kind, "u32", "u32"], extract
+        def extract_signed(x, start, length):  # a field that ends inside of the number
+            width = int(kind[1:])
+            left = x << (width - start - length).astype(x.dtype)
+            return left >> (width - length).astype(x.dtype)
+
+        return [kind, "u32", "u32"], extract_signed if kind[0] == "s" else extract
     if name == "bfi":
 
         def insert(x, y, start, length):

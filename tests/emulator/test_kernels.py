@@ -7,12 +7,14 @@ operands of wgmma, proxy fences. `make kernels` runs these tests; elsewhere they
 import dataclasses
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.arguments import SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
+from pallas_kernels.arguments import LATENTS, SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Kernel
+from pallas_kernels.hopper import latent_kernel
 from pallas_kernels.hopper.mass import probability_mass
 from pallas_kernels.hopper.merge import merge_segments
 from pallas_kernels.hopper.schedule import Tuning
@@ -95,6 +97,21 @@ def test_prefill_with_weights_in_shared_memory(spec):
 @pytest.mark.parametrize("spec", [PREFILL[0], dataclasses.replace(PREFILL[0], codes="float8_e4m3fn")], ids=str)
 def test_splits_of_a_prefill(spec):
     emulate(KERNELS["hopper_prefill"].tuned(splits=2), spec)
+
+
+@pytest.mark.parametrize("spec", LATENTS, ids=str)
+def test_attention_to_latents(spec):
+    emulate(KERNELS["hopper_latent"].tuned(num_workers=3), spec)
+
+
+def test_weights_of_latents_that_the_second_warpgroup_does_not_wait_for_are_found(monkeypatch):
+    def take_early(warpgroup, stage):
+        plgpu.barrier_wait(warpgroup.refs.left_bar.at[stage])
+        return warpgroup.refs.rows_s[latent_kernel.FADE]
+
+    monkeypatch.setattr(latent_kernel, "_take_fade", take_early)
+    with pytest.raises(emulator.Trap, match="no barrier"):
+        emulate(KERNELS["hopper_latent"].tuned(num_workers=4), LATENTS[0])
 
 
 @pytest.mark.parametrize("spec", test_mass.SPECS, ids=str)

@@ -25,6 +25,7 @@ REALS = np.concatenate([np.linspace(-3, 3, 28), [np.nan, np.inf, -np.inf, 0]]).a
         ("div.s32 %r2, %r1, 7;", lambda x: np.trunc(x.view(np.int32) / 7).astype(np.int64)),
         ("mul.hi.s32 %r2, %r1, 1431655766;", lambda x: x.view(np.int32).astype(np.int64) * 1431655766 >> 32),
         ("bfe.u32 %r2, %r1, 3, 4;", lambda x: x >> 3 & 15),
+        ("bfe.s32 %r2, %r1, 3, 4;", lambda x: ((x >> 3 & 15) ^ 8) - np.uint32(8)),
         ("prmt.b32 %r2, %r1, 0, 0x0123;", lambda x: x.byteswap()),
         ("lop3.b32 %r2, %r1, 0xFF, 0x100, (0xf0 & 0xcc) ^ 0xaa;", lambda x: (x & 255) ^ 256),
         ("setp.gt.s32 %p1, %r1, 2; selp.b32 %r2, 5, 9, %p1;", lambda x: np.where(x.view(np.int32) > 2, 5, 9)),

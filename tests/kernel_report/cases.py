@@ -89,6 +89,13 @@ PREFILL: tuple[dict[str, Any], ...] = (
     {"q": 32, "codes": "float8_e4m3fn", "b": 16, "sinks": 4, "soft_cap": 30.0},
     {"q": 32, "codes": "int4", "h": 64, "b": 128, "sinks": 1},
 )
+# Latents of DeepSeek's size, of few and of many query heads; then what a kernel has to pad or cut.
+LATENT: tuple[dict[str, Any], ...] = (
+    {"n": 16},
+    {"n": 128},
+    {"n": 20, "q": 3},
+    {"n": 40, "h": 320, "b": 16, "dtype": "float16"},
+)
 MASS: tuple[dict[str, Any], ...] = ({}, {"h": 64, "b": 16}, {"h": 256}, {"q": 16})
 WRITES: tuple[dict[str, Any], ...] = (
     {},
@@ -128,6 +135,8 @@ def cases(target: aot.Target) -> list[Case]:
         shapes = (*DECODE, *TILES, *QUANTISED)
         found += attention("hopper attention", KERNELS["hopper_decode"], shapes)
         found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL)
+        latents = tuple({"k": 1, "sides": 1, "h": 576} | shape for shape in LATENT)
+        found += attention("hopper latent attention", KERNELS["hopper_latent"], latents)
         found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS)
         write, product = KV_WRITES["hopper_kv_write"], PRODUCT_KERNELS["hopper_product"]
         found += [
@@ -173,6 +182,7 @@ def attention_program(
     codes=None,
     soft_cap=None,
     rotated=False,
+    sides=2,
     **tuning,
 ):
     """One call with a log-sum-exp and numbers of the pattern that are known only on the device.
@@ -180,12 +190,12 @@ def attention_program(
     Args:
       s, q, n, k, h, b: rows, queries of each, query heads, kv heads, head dim, tokens of a block.
       sinks: queries for repositioned sinks; 0 for none. codes: 8-bit type, or int4, of a quantised pool.
-      rotated: keys are rotated when they are read.
+      rotated: keys are rotated when they are read. sides: of the pool; 1 for latents.
       tuning: fields of the kernel's tuning.
     """
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
-    kv = jax.ShapeDtypeStruct((NUM_BLOCKS, NUM_LAYERS, 2, k, b, h), jnp.dtype(codes or dtype))
+    kv = jax.ShapeDtypeStruct((NUM_BLOCKS, NUM_LAYERS, sides, k, b, h), jnp.dtype(codes or dtype))
     scales = jax.ShapeDtypeStruct(kv.shape[:-1], jnp.float32) if codes else None
     if codes == "int4":
         scales = jax.ShapeDtypeStruct(int4.scales_shape(kv.shape), jnp.bfloat16)

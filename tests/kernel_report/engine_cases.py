@@ -11,7 +11,7 @@ from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.scheduler.step.types import StepShape
 from pallas_kernels import aot
 from tests.kernel_report.check import Case
-from tests.kernel_report.models import LLAMA_8B, MODELS, QWEN3_MOE, SHAPES, sizes_of
+from tests.kernel_report.models import LATENTS, LLAMA_8B, MODELS, QWEN3_MOE, SHAPES, sizes_of
 from tests.kernel_report.steps import collectives_of_step, lower_sampling, lower_step
 
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
@@ -38,6 +38,9 @@ def cases(target: aot.Target) -> list[Case]:
         found.append(Case("step of Llama-8B", config, step))
     if target.hopper:
         found += _with_options()
+        for shape in SHAPES[1:3]:
+            step = functools.partial(_step, shape=shape, model=LATENTS, attention="hopper")
+            found.append(Case("step of DeepSeek-V2", {"attention": "hopper"} | sizes_of(shape), step))
     for shape in SHAPES[:2]:
         step = functools.partial(_step, shape=shape, model=QWEN3_MOE, attention=used)
         found.append(Case("step of Qwen3-MoE", {"attention": used} | sizes_of(shape), step))

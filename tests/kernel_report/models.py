@@ -6,7 +6,7 @@ import dataclasses
 
 from experiments.gpu.llama import LLAMA_8B
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import ExpertsSpec
+from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec, RopeConfig, rotated_part
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.kernel_report.steps import BLOCK_SIZE
 
@@ -24,6 +24,21 @@ QWEN3_MOE = ModelConfig(
     qk_norm="head",
     mlp="swiglu_experts",
     experts=ExpertsSpec(num_experts=128, num_chosen=8),
+    max_position=8192,
+)
+# Latents of DeepSeek-V2-Lite, four layers, without its experts.
+LATENTS = ModelConfig(
+    family="deepseek_v2",
+    vocab_size=102_400,
+    d_model=2048,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=1,
+    head_dim=576,
+    d_ff=10_944,
+    latent=LatentSpec(rank=512, rotated=64, plain=128, value=128),
+    attention_scale=192**-0.5,
+    rope=RopeConfig(partial_rotary_factor=rotated_part(512, 64)),
     max_position=8192,
 )
 MODELS = {"Llama-8B": LLAMA_8B, "Llama-70B": LLAMA_70B}

@@ -44,7 +44,8 @@ B, H, N, K = 16, 64, 4, 2
 TRITON = Kernels(*(KERNELS[name].tuned(interpret=True) for name in ("triton_decode", "triton_ragged")))
 FEW = KERNELS["hopper_decode"].tuned(interpret=PARAMS, num_workers=3)
 MANY = KERNELS["hopper_prefill"].tuned(interpret=PARAMS)
-HOPPER = Kernels(FEW, FEW, MANY, KV_WRITES["hopper_kv_write"].tuned(interpret=PARAMS))
+LATENT = KERNELS["hopper_latent"].tuned(interpret=PARAMS, num_workers=3)
+HOPPER = Kernels(FEW, FEW, MANY, KV_WRITES["hopper_kv_write"].tuned(interpret=PARAMS), LATENT)
 
 
 def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
@@ -53,8 +54,20 @@ def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
     for other in ({"block_size": 8}, {"head_dim": 80}, {"dtype": "float32"}, {"compute_capability": (7, 0)}):
         assert choose(H200._replace(**other)).name == "xla", other
     assert choose(Requirements("tpu", None, "bfloat16", 4, 2, 64, 16)).name == "xla"
-    assert choose(latents := H200._replace(num_kv_heads=1, sides=1)).name == "xla"
-    assert "latents, which are keys and values at once" in str(unsupported(HOPPER, latents))
+
+
+def test_latents_get_the_kernel_that_reads_them():
+    latents = H200._replace(num_heads=16, num_kv_heads=1, head_dim=576, sides=1)
+    assert choose(latents).name == choose(latents._replace(num_heads=128)).name == "hopper"
+    for other, reason in (
+        ({"num_heads": 96}, "96 query heads"),
+        ({"head_dim": 288}, "latents of 288 numbers"),
+        ({"codec": "int8", "dtype": "int8", "query_dtype": "bfloat16"}, "does not support scales"),
+        ({"eviction": H2O()}, "does not support return_mass"),
+    ):
+        assert choose(latents._replace(**other)).name == "xla"
+        assert reason in str(unsupported(HOPPER, latents._replace(**other)))
+    assert "latents, which are keys and values at once" in str(unsupported(TRITON, latents))
 
 
 def test_pools_of_codes_get_kernels_that_read_their_codec():
@@ -127,17 +140,17 @@ def test_a_layer_whose_heads_have_patterns_of_their_own_asks_for_one_kv_head_a_c
         assert choose(needs._replace(platform="gpu", compute_capability=capability)).name == name
 
 
-def make_step(seed: int, shared: bool, tile: int = 4, codec: str = "bf16"):
+def make_step(seed: int, shared: bool, tile: int = 4, codec: str = "bf16", token=(2, K, H)):
     """Five decodes, one of them padding, two tiles of one row; NaN in every unwritten slot.
 
     If shared, the first three decodes share three leading blocks, and the last one of them is in the window.
-    tile: queries of each tile; the last one of the second is padding.
+    tile: queries of each tile; the last one of the second is padding. token: sides, kv heads and head dim.
     """
     rng = np.random.default_rng(seed)
     newest = 33 + 2 * tile - 1
     lengths = [58, 52, 90, 5, 0, newest]
     ids = iter(rng.permutation(64))
-    pool = rng.standard_normal((64, 2, 2, K, B, H)).astype(np.float32)
+    pool = rng.standard_normal((64, 2, *token[:2], B, token[2])).astype(np.float32)
     width = max(8, -(-newest // B))
     tables, starts = np.zeros((7, width), np.int32), np.full((7, width), FAR, np.int32)
     common = [next(ids) for _ in range(3)]
@@ -159,7 +172,7 @@ def make_step(seed: int, shared: bool, tile: int = 4, codec: str = "bf16"):
     if shared:
         batch = batch._replace(shared_tables=shared_tables, shared_starts=shared_starts)
     shape = StepShape((TileGroup(5, 1), TileGroup(2, tile)), width, max_sampled=7, shared_rows=3 if shared else 0)
-    q = jnp.asarray(rng.standard_normal((len(positions), N, H)) * 2 * H**-0.5, jnp.bfloat16)
+    q = jnp.asarray(rng.standard_normal((len(positions), N, token[2])) * 2 * token[2] ** -0.5, jnp.bfloat16)
     cache = KVCache(find_codec(codec).encode(jnp.asarray(pool, jnp.bfloat16), jnp), codec)
     return q, cache, jax.tree.map(jnp.asarray, batch), shape
 
@@ -184,17 +197,17 @@ CASES = [
     soak_unless(lambda case: case == (REFERENCE, "StreamingLLM", False, "int8"), CASES),
     ids=lambda x: {TRITON: "triton", HOPPER: "hopper", REFERENCE: "reference"}.get(x),
 )
-def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec, tile=4):
+def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec, tile=4, token=(2, K, H)):
     pattern = PATTERNS[name]
-    q, cache, batch, shape = make_step(len(name), shared, tile, codec)
+    q, cache, batch, shape = make_step(len(name), shared, tile, codec, token)
     rotated = 0 if pattern.sink_position == "absolute" else MAX_ROTATED_SINKS
     numbers = jax.tree.map(jnp.asarray, pattern.arrays())
-    context = AttentionContext(1, batch, shape, numbers, make_rope(RopeConfig(), H), rotated)
+    context = AttentionContext(1, batch, shape, numbers, make_rope(RopeConfig(), token[2]), rotated)
     if name in ("sliding", "global"):  # also what a model may ask for beyond its patterns
         context = context._replace(soft_cap=1.5, sink_logits=jnp.linspace(-1.0, 2.0, N))
     angles = context.rope.angles(batch.positions)
     exact = KVCache({"kv": jnp.asarray(find_codec(codec).decode(cache.leaves, jnp), jnp.float32)}, "f32")
-    nothing = jnp.zeros((len(q), K, H), q.dtype)  # no slot is in the pool
+    nothing = jnp.zeros((len(q), *token[1:]), q.dtype)  # no slot is in the pool
     queries, exact = write(q, nothing, nothing, exact, context, angles, 1.0)
     expected = np.asarray(ragged_paged_attention(queries, exact, context).out)
     with interpreting():
@@ -203,7 +216,7 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec
         got = np.asarray(kernels.attend(queries, cache, context, work).out)
     assert got.dtype == q.dtype and np.isfinite(np.float32(got)).all()
     # Weights, and the keys or queries that are rotated anew, are rounded to bfloat16: 2^-8 of what they weigh each.
-    largest = np.nanmax(np.abs(np.asarray(exact.kv[:, 1, 1])))
+    largest = np.nanmax(np.abs(np.asarray(exact.kv[:, 1, -1])))
     np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * largest)
     assert np.abs(got - expected).mean() < 2**-9
     assert (got[4] == 0).all() and (got[-1] == 0).all()
@@ -285,6 +298,11 @@ def test_kernels_rotate_keys_by_their_positions_in_the_cache(kernels):
 )
 def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name, codec):
     test_kernels_serve_a_step_as_the_reference_does(HOPPER, name, name == "sliding", codec, tile=64)
+
+
+@several_warpgroups
+def test_latents_serve_a_step_as_the_reference_does():
+    test_kernels_serve_a_step_as_the_reference_does(HOPPER, "full", True, "bf16", token=(1, 1, 128))
 
 
 def test_long_tiles_have_a_kernel_of_their_own_on_hopper():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu.candidates import implementations, reference
+from experiments.gpu.candidates import LATENT, implementations, reference
 from experiments.gpu.compiling import Compiling
 from experiments.gpu.context import Context
 from experiments.gpu.race import TOLERANCE, poisoned
@@ -61,8 +61,8 @@ def run(context: Context) -> None:
 def specs(tiny: bool) -> list[arguments.Spec]:
     """Llama's shapes, then all kinds interleaved, so that a shortage of time costs some of each."""
     if tiny:
-        return [*arguments.TINY[:3], arguments.TINY_QUANTISED[0]]
-    others = [*arguments.TINY, *arguments.TINY_QUANTISED, *arguments.SMALL]
+        return [*arguments.TINY[:3], arguments.TINY_QUANTISED[0], arguments.LATENTS[1]]
+    others = [*arguments.TINY, *arguments.TINY_QUANTISED, *arguments.LATENTS, *arguments.SMALL]
     stride = 8
     return [*LLAMA, *(others[i] for start in range(stride) for i in range(start, len(others), stride))]
 
@@ -158,8 +158,10 @@ class _Batch:
 
 
 def _takes(name: str, kernel: Kernel, spec: arguments.Spec, call: Call) -> bool:
-    """True if a spec is worth a kernel's time: prefill kernels never get single queries."""
+    """True if a spec is worth a kernel's time: prefill kernels never get single queries, one has all latents."""
     if name.startswith("hopper_prefill") and spec.q_tile == 1:
+        return False
+    if name.startswith(("hopper", "triton")) and (name == LATENT) != (spec.sides == 1):
         return False
     return not (spec.codes and kernel.unsupported(call))
 
