@@ -15,6 +15,7 @@ from ksana_jax.runner.decode_loop import LoopKey, Stop, report_of, serves
 from ksana_jax.runner.late_choice import LateChoice
 from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.runner.prompt_scores import scores_packing
+from ksana_jax.runner.state_program import StatesKey
 from ksana_jax.runner.token_programs import bucket_of_top, report_packing, settings_packing
 from ksana_jax.runner.transfer import Fetched, started
 from ksana_jax.runner.verification import VerificationKey, verification_packing, verified
@@ -77,6 +78,7 @@ class Runner(ModelPrograms):
         run, vector = self.compile_step(shape), self.packed(shape, step.arrays, sampling)
         given = self.params.embed[step.arrays.tokens] if self.embeds_on_host else self._fed(shape)
         self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._patterns.arrays)
+        inputs, self.cache = self.cache.inputs, self.cache.with_inputs(())
         tokens = prompt_scores = None
         if step.targets is not None:
             count, top = shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
@@ -92,7 +94,10 @@ class Runner(ModelPrograms):
             if key.tree:
                 self.cache, report = verify(self.cache, step.arrays.slots, *arguments)
             else:
-                report = verify(*arguments)
+                report, accepted = verify(*arguments)
+                if (states := step.arrays.states) is not None:
+                    advance = self._program(StatesKey.of(shape, key))
+                    (self.cache,) = advance(self.params, self.cache, inputs, states, accepted)
             tokens = functools.partial(verified, Fetched(report, verification_packing(key)), shape.parts[0])
         elif step.num_sampled:
             kinds = sampling is not None, dense is not None, step.mask is not None

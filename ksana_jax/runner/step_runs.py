@@ -143,9 +143,11 @@ class StepInRuns:
         """Runs the step; arguments and results of the program of `lower_whole`."""
         ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
         x, arrays, angles, settings = self._first(ends, vector, given)
+        inputs: tuple[Any, ...] = ()
         for program, run, places in self._runs:
             cache, x = program(run.of(params), cache, x, arrays, angles[run.rope], patterns, places)
-        return cache, *self._last(ends, x, arrays.sampled), settings
+            inputs, cache = inputs + cache.inputs, cache.with_inputs(())
+        return cache.with_inputs(inputs), *self._last(ends, x, arrays.sampled), settings
 
 
 def compiled_programs(step: Any) -> tuple[Any, ...]:

@@ -40,6 +40,8 @@ class Drafting:
             return None
         # The last token of a sequence is never computed, and rows evict between steps.
         until = np.minimum(r.max_len[decodes] - 1, r.evict_at.take(decodes, axis=1).min(axis=0))
+        if self.row_blocks.memory.states is not None:  # of which snapshots are taken between steps too
+            until = np.minimum(until, r.snapshot_at[decodes])
         most = np.clip(until - r.num_computed[decodes] - 1, 0, in_step)
         # The last token of a prompt, with its other tokens cached, need not be the sequence's last.
         most[r.num_computed[decodes] + 1 < r.num_tokens[decodes]] = 0

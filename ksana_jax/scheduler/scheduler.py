@@ -255,7 +255,7 @@ class Scheduler:
             self.drafting.keep_up(rows, self.order)
         if self.eviction is not None:
             self.eviction.evict(rows)
-        if self.states is not None:
+        if self.states is not None and batch.drafts is None:
             self.states.advance(rows)
         # Blocks enter the prefix index, and forks share their leader's, before they are returned: see `settle`.
         if self.row_blocks.windowed and not self.memory.prefixes.enabled and not self.queue.leaders:
@@ -292,6 +292,8 @@ class Scheduler:
             tokens, batch.num_new = self.drafting.append(batch, tokens, num_accepted)
             if self.eviction is not None:
                 self.eviction.evict(batch.decodes)
+            if self.states is not None:
+                self.states.advance(batch.decodes)
         if np.count_nonzero(tokens < 0):
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]

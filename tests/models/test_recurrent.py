@@ -44,9 +44,10 @@ def test_tokens_one_by_one_are_the_definition(delta, name):
     text = jax.numpy.asarray(np.pad(texts, (0, padding), constant_values=FAR))
 
     def run(matrices, inputs):
-        return token_by_token(
-            matrices, text, inputs, lambda x: x if delta else x._replace(beta=None), lambda out, _: out
-        )
+        def given(*x):
+            return Terms(*x) if delta else Terms(*x)._replace(beta=None)
+
+        return token_by_token(matrices, text, tuple(inputs), text, given, lambda out, *_: out)
 
     rows, states = jax.jit(run)(matrices, jax.tree.map(jax.numpy.asarray, terms))
     expected, after = definition(matrices, texts, terms, delta)
