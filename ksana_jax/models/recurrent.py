@@ -170,11 +170,8 @@ def token_by_token(
         out = None if gate is None else result((matrix * q[:, :, None]).sum(axis=1), given[0], gate)
         return matrices.at[text].set(matrix, mode="drop"), out
 
-    count, tokens = len(text), (text, inputs, gate)
-    if count == 1:  # XLA would compile no loop, and its fusions would round otherwise: another token that is none
-        tokens = jax.tree.map(lambda x: jnp.concatenate([x, jnp.full_like(x, FAR if x is text else 0)]), tokens)
-    matrices, rows = jax.lax.scan(step, matrices, tokens)
-    return rows if rows is None else rows[:count], matrices
+    matrices, rows = jax.lax.scan(step, matrices, (text, inputs, gate))
+    return rows, matrices
 
 
 def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms: OfInputs, result: Result) -> Mix:
@@ -189,6 +186,11 @@ def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms
         return inputs, linear(x, p.w_out_gate)
 
     def advance(inputs: State, gate: jax.Array | None, state: State, tokens: TextTokens):
+        if (count := len(tokens.text)) == 1:  # XLA would compile no loop, and round otherwise: add a token of no text
+            inputs, gate, nth = jax.tree.map(
+                lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)), (inputs, gate, tokens.nth)
+            )
+            tokens = TextTokens(jnp.pad(tokens.text, (0, 1), constant_values=FAR), nth, tokens.last)
         taps = jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
         sizes = [len(p.w_conv_v), len(p.w_conv_v) + len(p.w_conv_k)]
         bias = None if p.b_conv is None else jnp.concatenate(jnp.split(p.b_conv, sizes)[::-1])
@@ -198,7 +200,7 @@ def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms
             gate if gate is None else gate.astype(jnp.float32),
         )
         out, matrix = token_by_token(state["matrix"], tokens.text, given, wide, terms, result)
-        return out if out is None else out.astype(convolved.dtype), {"conv": newest, "matrix": matrix}
+        return out if out is None else out[:count].astype(convolved.dtype), {"conv": newest, "matrix": matrix}
 
     return Mix(project, advance)
 
