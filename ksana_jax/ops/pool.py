@@ -42,10 +42,6 @@ class KVCache:
         """Returns the pool with other blocks."""
         return self.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def with_inputs(self, inputs: tuple[dict[str, jax.Array], ...]) -> KVCache:
-        """Returns the pool with other inputs of recurrent layers."""
-        return self.replace(inputs=inputs)  # pyright: ignore[reportAttributeAccessIssue]
-
     def with_kv(self, kv: jax.Array) -> KVCache:
         """Returns the pool with other keys and values."""
         return self.with_leaves(self.leaves | {"kv": kv})

@@ -19,10 +19,13 @@ from ksana_jax.models.params import LayerParams
 from ksana_jax.models.recurrent import Mix, Recur, TextTokens, mixer
 from ksana_jax.ops.paged import PagedLayer
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.scheduler.step.types import StepShape
 
 
-def paged_recur(layers: Sequence[PagedLayer], keeps: bool) -> Recur:
-    """Returns a `Recur` for some layers, which carries the KVCache; keeps: whether drafts may be verified."""
+def paged_recur(layers: Sequence[PagedLayer], shape: StepShape) -> Recur:
+    """Returns a `Recur` for some layers of a step, which carries the KVCache."""
+    # Only of wide tiles with all tokens sampled may drafts be verified.
+    keeps = len(shape.parts) == 1 < shape.parts[0].width and shape.num_tokens <= shape.max_sampled
 
     def recur(index: int, mix: Mix, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         layer = layers[index]
@@ -31,7 +34,9 @@ def paged_recur(layers: Sequence[PagedLayer], keeps: bool) -> Recur:
         out, after = mix.advance(inputs, gate, _read(cache, source, layer.at), TextTokens(text, nth, last))
         assert out is not None
         cache = _written(cache, target, layer.at, after)
-        return out, cache.with_inputs((*cache.inputs, inputs)) if keeps else cache
+        if keeps:
+            cache = cache.replace(inputs=(*cache.inputs, inputs))  # pyright: ignore[reportAttributeAccessIssue]
+        return out, cache
 
     return recur
 

@@ -1,4 +1,4 @@
-"""States of recurrent layers after a step whose drafts have been verified, under jit."""
+"""Starts the verification of drafts, after which the states of recurrent layers follow the accepted tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.states import advanced
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.network import Network
-from ksana_jax.runner.verification import VerificationKey
+from ksana_jax.runner.transfer import Fetched
+from ksana_jax.runner.verification import VerificationKey, verification_packing, verified
 from ksana_jax.sampling.acceptance import num_before
 from ksana_jax.scheduler.step.per_token import StateArrays
-from ksana_jax.scheduler.step.types import StepShape, TileGroup
+from ksana_jax.scheduler.step.types import StepInput, StepShape, TileGroup
 
 
 class StatesKey(NamedTuple):
@@ -59,3 +60,25 @@ def advance_states(params, cache, inputs, states, accepted, *, network: Network,
         accepted = num_before(accepted[: count * width].reshape(count, width))
     linear = network.operators.linear
     return (advanced(cache, inputs, states, accepted, key.part.width, params.layers, network.config, linear),)
+
+
+def verify_step(runner: Any, step: StepInput, inputs: Any, hidden: jax.Array, asked: Any, num_top: int | None) -> Any:
+    """Starts the verification of a step's drafts.
+
+    Args:
+      inputs: `KVCache.inputs` after the step. hidden: of `verify_tokens`. asked: its settings, two pytrees.
+
+    Returns:
+      A function that waits for the tokens, see `verified`.
+    """
+    params, key, part = runner.params, VerificationKey.of_step(step, num_top), step.shape.parts[0]
+    mask = step.mask() if callable(step.mask) else step.mask
+    verify, arguments = runner._program(key), (params, hidden, *asked, key.drafts_of(step), mask)
+    if key.tree:
+        runner.cache, report = verify(runner.cache, step.arrays.slots, *arguments)
+    else:
+        report, accepted = verify(*arguments)
+        if (states := step.arrays.states) is not None:
+            advance = runner._program(StatesKey.of(step.shape, key))
+            (runner.cache,) = advance(params, runner.cache, inputs, states, accepted)
+    return functools.partial(verified, Fetched(report, verification_packing(key)), part)

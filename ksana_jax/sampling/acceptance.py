@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-import numpy as np
-
 Array: TypeAlias = Any  # NumPy in tests, jax in a compiled program
 
 

@@ -97,10 +97,10 @@ class Scheduler:
         blocks = self.row_blocks = RowBlocks(self.rows, self.memory, layout)
         self.eviction = RowEviction.of(layout.eviction, blocks, self.running, self._preempt, self._measure)
         self.provision = Provision(self.memory, self.running, blocks, self._preempt, self.queue.reclaim_shared)
+        states = self.states = RowStates.of(self.rows, self.memory, self.state_snapshots)
         self.drafting = None
         if self.speculation is not None:
-            self.drafting = Drafting(blocks, self.speculation, most_tokens)
-        states = self.states = RowStates.of(self.rows, self.memory, self.state_snapshots)
+            self.drafting = Drafting(blocks, self.speculation, most_tokens, states)
         self.admission = Admission(
             self.memory, self.queue, self.running, blocks, layout, most_tokens, self.eviction, states
         )
@@ -292,8 +292,6 @@ class Scheduler:
             tokens, batch.num_new = self.drafting.append(batch, tokens, num_accepted)
             if self.eviction is not None:
                 self.eviction.evict(batch.decodes)
-            if self.states is not None:
-                self.states.advance(batch.decodes)
         if np.count_nonzero(tokens < 0):
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]

@@ -157,11 +157,6 @@ class StepShape(NamedTuple):
         """C, the number of groups of one-token tiles that may share leading blocks."""
         return -(-self.parts[0].count // self.shared_rows) if self.shared_rows else 0
 
-    @property
-    def may_verify(self) -> bool:
-        """True if drafts may be verified in a step of this shape: all tokens of wide tiles are sampled."""
-        return len(self.parts) == 1 < self.parts[0].width and self.num_tokens <= self.max_sampled
-
     def most_full(self, block_size: int) -> int:
         """Returns the maximum blocks of one group of layers that a step can fill."""
         # A chunk of c tokens fills at most ceil(c / B) blocks, and a tile of w tokens has room for ceil(w / B) of them.
