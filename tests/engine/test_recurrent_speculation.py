@@ -29,6 +29,8 @@ def engine(name: str, **settings) -> LLM:
 
 def drafting(name: str, **settings) -> LLM:
     """An engine whose drafts go wrong somewhere."""
+    for text, (tokens, _) in zip(TEXTS, plain(name)[0], strict=True):
+        ANSWERS[np.array(text, np.int32).tobytes()] = [list(tokens)]
     method = {"method": "tests.guessing:Guessing", "num_speculative_tokens": 4, "vocab_size": 128}
     return engine(
         name, speculative_config=method | {"guesses": "right at first"} | settings.pop("drafts", {}), **settings
@@ -40,8 +42,6 @@ def plain(name: str) -> tuple[list, list[bytes]]:
     """Answers without drafts, and the states after their last full block."""
     llm = engine(name, **CACHED)
     outputs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
-    for text, output in zip(TEXTS, outputs, strict=True):
-        ANSWERS[np.array(text, np.int32).tobytes()] = [output.outputs[0].token_ids]
     return [told(output) for output in outputs], states_after(llm, outputs)
 
 
@@ -74,7 +74,7 @@ def test_drafts_and_preemptions_change_no_bit(settings):
     llm = drafting(NAMES[0], **settings)
     assert [told(output) for output in llm.generate(TEXTS, PARAMS, use_tqdm=False)] == expected
     llm.engine.scheduler.check()
-    assert llm.records[-1].num_preemptions > 0 and llm.engine.scheduler.speculation.counts.num_accepted_tokens
+    assert llm.records[-1].num_preemptions > 0 and llm.engine.scheduler.speculation.counts.num_accepted_tokens > 20
 
 
 def test_completions_that_share_a_prompt_draft_apart():
@@ -85,7 +85,6 @@ def test_completions_that_share_a_prompt_draft_apart():
 
 
 def test_states_follow_what_a_lossy_rule_accepts():
-    plain(NAMES[0])
     llm = drafting(NAMES[0], drafts={"acceptance": "rejection"}, **CACHED)
     outputs = llm.generate(TEXTS[::2], dataclasses.replace(SAMPLED, temperature=0.1), use_tqdm=False)
     assert 10 < llm.engine.scheduler.speculation.counts.num_accepted_tokens
