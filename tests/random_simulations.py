@@ -28,7 +28,7 @@ from tests.speculating_simulation import (
     SpeculatingSimulation,
     SpeculatingStoringSimulation,
 )
-from tests.state_simulation import StateSimulation
+from tests.state_simulation import DraftModelStateSimulation, SpeculatingStateSimulation, StateSimulation
 from tests.storing_simulation import DRAWN, StoringSimulation
 
 # What a thousand simulations must meet besides.
@@ -39,14 +39,14 @@ MET |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes re
 def kind_of(seed: int) -> type[Simulation]:
     """Of six simulations, one has an engine that evicts tokens or stores codes, one a block codec, every third of these
     with evictions, and one selects blocks, the first and the last in turn with latents; one of seven speculates, and
-    another one does so with a draft model; one of nine has recurrent layers.
+    another one does so with a draft model; one of nine has recurrent layers, and two of three of these speculate.
     """
     if seed % 7 == 2:
         return (DraftModelSimulation, DraftModelStoringSimulation, DraftModelSelectingSimulation)[seed % 3]
     if seed % 7 == 1:
         return (SpeculatingSimulation, SpeculatingStoringSimulation, SpeculatingSelectingSimulation)[seed % 3]
     if seed % 9 == 4:
-        return StateSimulation
+        return (StateSimulation, SpeculatingStateSimulation, DraftModelStateSimulation)[seed // 9 % 3]
     storing, selecting = StoringSimulation, SelectingSimulation
     sealing = EvictingCodesSimulation if seed // 6 % 3 == 2 else SealingSimulation
     if seed // 6 % 2:

@@ -20,6 +20,7 @@ from ksana_jax.scheduler.step.per_token import states
 from ksana_jax.scheduler.step.types import StepInput, StepOutput, fed
 from tests.fakes import CheckedBuilder, FakeExecutor
 from tests.simulation import Simulation
+from tests.speculating_simulation import DraftModelSimulation, Speculating
 
 
 def state_after(state: int, tokens: Sequence[int]) -> int:
@@ -44,7 +45,13 @@ class StateExecutor(FakeExecutor):
 
     def submit(self, step: StepInput) -> StepOutput:
         tokens, output = fed(step.arrays.tokens, self._sampled, np), super().submit(step)
-        (sources, targets, _), (of, _) = step.arrays.states
+        (sources, targets, _, verified), (of, nth_of_row) = step.arrays.states
+        if step.drafts is not None:  # the step itself writes no states
+            assert (targets == FAR).all() and output.num_accepted is not None
+            targets, of = (
+                verified,
+                np.where(nth_of_row <= output.num_accepted[np.minimum(of, len(verified) - 1)], of, FAR),
+            )
         before = [0 if slot == FAR else int(self.slots[slot]) for slot in sources.tolist()]
         rows = self.rows.pop(id(step))
         self.reads += [(seq, count, state) for (seq, count), state in zip(rows, before, strict=False)]
@@ -82,6 +89,7 @@ class StateSimulation(Simulation):
     """A `Simulation` of a model that has recurrent layers too."""
 
     def draw_storage(self) -> None:
+        super().draw_storage()
         rng, rows = self.rng, self.settings["max_num_seqs"]
         self.policy = rng.choice([PromptEnd(), Every(blocks=1), Every(blocks=rng.randint(1, 4)), None])
         self.num_slots = rows * (1 + self.settings["caching"]) + rng.choice([0, 1, 2, 8, 60])
@@ -134,3 +142,15 @@ class StateSimulation(Simulation):
         tier = self.engine.memory.states
         assert tier.pool.num_used == 0 and (tier.host is None or tier.host.pool.num_used == 0)
         assert not self.engine.executor.reads
+
+
+class SpeculatingStateSimulation(StateSimulation, Speculating):
+    """Drafts without branches: of rejected ones, no state has anything."""
+
+    def draw_storage(self) -> None:
+        super().draw_storage()
+        self.settings["speculative_config"]["trees"] = False
+
+
+class DraftModelStateSimulation(StateSimulation, DraftModelSimulation):
+    """Drafts of a model without states."""

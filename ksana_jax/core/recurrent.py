@@ -27,6 +27,10 @@ class ShortConvSpec:
         """Returns the arrays of a layer's state: shape, and NumPy's name of the type, None for the model's."""
         return {"conv": ((self.kernel - 1, d_model), None)}
 
+    def inputs(self, d_model: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
+        """Returns the numbers of a token that its state is computed from, as `state` does."""
+        return {"conv": ((d_model,), None)}
+
     def own_problems(self) -> list[str | None]:
         """Returns the problems of the numbers of this kind."""
         return [checks.integer("kernel of recurrent layers", self.kernel, 2)]
@@ -70,6 +74,15 @@ class DeltaRuleSpec:
         matrix = self.num_value_heads, self.key_dim, self.value_dim
         return {"conv": ((self.kernel - 1, self.num_channels), None), "matrix": (matrix, "float32")}
 
+    def inputs(self, d_model: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
+        """See `ShortConvSpec.inputs`."""
+        heads = self.num_value_heads
+        found = {"conv": ((self.num_channels,), None), "decay": ((heads,), "float32")}
+        if not isinstance(self, DeltaRuleSpec):
+            return found
+        decay = found["decay"] if self.rank is None else ((heads * self.key_dim,), "float32")
+        return found | {"decay": decay, "beta": found["decay"]}
+
     def own_problems(self) -> list[str | None]:
         """Returns the problems of the numbers of this kind."""
         sizes = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
@@ -105,6 +118,7 @@ class Mamba2Spec:
 
     num_channels = DeltaRuleSpec.num_channels
     state = DeltaRuleSpec.state
+    inputs = DeltaRuleSpec.inputs
     own_problems = DeltaRuleSpec.own_problems
 
 

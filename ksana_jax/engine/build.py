@@ -86,7 +86,7 @@ def build_engine(
     """
     _check_tokenizer(model, tokenizer)
     seen = read_patterns(patterns, model)
-    config = with_dtype(check_policies(config), params).for_model(model, seen)
+    config = with_dtype(check_policies(config, model), params).for_model(model, seen)
     seen = with_heads_apart(seen, model, read_eviction(config.kv_eviction))
     check_length(model, config)
     config = with_token_ids(config, tokenizer, model.vocab_size)

@@ -92,8 +92,9 @@ def check_length(model: ModelConfig, config: EngineConfig) -> None:
         )
 
 
-def check_policies(config: EngineConfig) -> EngineConfig:
-    """Checks the names of policies and codecs, which `config` itself cannot import; returns the configuration.
+def check_policies(config: EngineConfig, model: ModelConfig | None = None) -> EngineConfig:
+    """Checks the names of policies and codecs, which `config` itself cannot import, and its drafts with a model;
+    returns the configuration.
 
     Raises:
       ConfigError: there is no such policy or codec, or a setting of one is out of range.
@@ -110,7 +111,8 @@ def check_policies(config: EngineConfig) -> EngineConfig:
     read_state_snapshots(config.state_snapshots)
     method, most = read_speculative(config.speculative_config), config.max_num_batched_tokens
     if method is not None:
-        refusals.check(config.used() | _used_by(method))
+        recurrent = {refusals.RECURRENT: model is not None and model.recurrent is not None}
+        refusals.check(config.used() | _used_by(method) | recurrent)
     if method is not None and method.num_speculative_tokens >= most:
         raise ConfigError(
             f"speculative_config: {method.num_speculative_tokens} draft tokens and one more do not fit into a step of "

@@ -51,7 +51,8 @@ def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], i
 
     def keys_of(buckets: Buckets, asked: Seq[SamplingParams] = asked) -> list[Any]:
         shapes, verifying = plain_shapes(buckets, width), verification_shapes(buckets, width)
-        return keys_for(shapes, buckets.decodes, asked, loops, engine.model.vocab_size, verifying, rule, drawn)
+        of_drafts = verifying, rule, drawn, engine.model.recurrent is not None
+        return keys_for(shapes, buckets.decodes, asked, loops, engine.model.vocab_size, *of_drafts)
 
     simple = not loops and speculation is None and config.distributed is None
     if in_background and at_once and simple and runner.missing(keys_of(buckets)):

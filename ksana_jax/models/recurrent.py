@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.core.patterns import FAR
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from ksana_jax.models.layers import Linear, rms_norm
 
@@ -32,8 +33,18 @@ class TextTokens(NamedTuple):
     last: jax.Array
 
 
-# mix(x [T, D], state, tokens) -> (out [T, W], state): a recurrent layer between its norm and its output projection.
-Mix = Callable[[jax.Array, State, TextTokens], tuple[jax.Array, State]]
+class Mix(NamedTuple):
+    """A recurrent layer between its norm and its output projection, in two parts.
+
+    project: x [T, D] -> (inputs, gate): what the state and the results depend on, arrays [T, ...] by name, see
+      `ShortConvSpec.inputs`; and the gate of the results.
+    advance: (inputs, gate, state, tokens) -> (out [T, W], state); without a gate, the state alone and None.
+    """
+
+    project: Callable[[jax.Array], tuple[State, jax.Array]]
+    advance: Callable[[State, jax.Array | None, State, TextTokens], tuple[jax.Array | None, State]]
+
+
 # recur(layer, mix, x [..., D], carried) -> (out [..., W], carried): calls mix with the states of a layer.
 Recur = Callable[[int, Mix, jax.Array, Any], tuple[jax.Array, Any]]
 
@@ -58,12 +69,15 @@ def short_conv_shapes(d_model: int, spec: ShortConvSpec) -> dict[str, tuple[int,
 def short_conv(p: Any, spec: ShortConvSpec, linear: Linear) -> Mix:
     """See `ShortConvSpec`."""
 
-    def mix(x: jax.Array, state: State, tokens: TextTokens) -> tuple[jax.Array, State]:
+    def project(x: jax.Array) -> tuple[State, jax.Array]:
         b, c, value = jnp.split(linear(x, p.w_in, p.b_in), 3, axis=-1)
-        out, inputs = causal_conv(b * value, state["conv"], tokens, p.w_conv, p.b_conv)
-        return c * out, {"conv": inputs}
+        return {"conv": b * value}, c
 
-    return mix
+    def advance(inputs: State, gate: jax.Array | None, state: State, tokens: TextTokens):
+        out, newest = causal_conv(inputs["conv"], state["conv"], tokens, p.w_conv, p.b_conv)
+        return None if gate is None else gate * out, {"conv": newest}
+
+    return Mix(project, advance)
 
 
 def causal_conv(
@@ -138,56 +152,72 @@ class Terms(NamedTuple):
     beta: jax.Array | None
 
 
-# terms(inputs of a token, several arrays) -> Terms. result(out [H, V], inputs) -> [W].
-OfInputs = Callable[[Any], Terms]
-Result = Callable[[jax.Array, Any], jax.Array]
+# terms(convolved q, k and v of a token [C], decay [Hv] or [Hv*K], beta [Hv] or None) -> Terms.
+# result(out [H, V], convolved, gate [W]) -> [W].
+OfInputs = Callable[..., Terms]
+Result = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def token_by_token(
-    matrices: jax.Array, text: jax.Array, inputs: Any, terms: OfInputs, result: Result
-) -> tuple[jax.Array, jax.Array]:
+    matrices: jax.Array, text: jax.Array, inputs: Any, gate: jax.Array | None, terms: OfInputs, result: Result
+) -> tuple[jax.Array | None, jax.Array]:
     """Computes tokens one after the other, each by operations of the same shapes, so that a token's bits depend on its
     text alone, not on how steps cut it.
 
     Args:
-      matrices: [R, H, K, V] states before the step, float32. text: see `TextTokens`. inputs: arrays [T, ...].
+      matrices: [R, H, K, V] states before the step, float32. text: see `TextTokens`. inputs: of terms, arrays [T, ...].
+      gate: [T, W] or None.
 
     Returns:
-      [T, W], and the states after the step.
+      [T, W], None without a gate; and the states after the step.
     """
 
-    def step(matrices: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
-        text, given = token
-        q, k, v, g, beta = terms(given)
+    def step(matrices: jax.Array, token: Any) -> tuple[jax.Array, jax.Array | None]:
+        text, given, gate = token
+        q, k, v, g, beta = terms(*given)
         matrix = matrices[text] * jnp.exp(g)[:, :, None]
         if beta is not None:
             v = beta[:, None] * (v - (matrix * k[:, :, None]).sum(axis=1))
         matrix += k[:, :, None] * v[:, None]
-        out = (matrix * q[:, :, None]).sum(axis=1)
-        return matrices.at[text].set(matrix, mode="drop"), result(out, given)
+        out = None if gate is None else result((matrix * q[:, :, None]).sum(axis=1), given[0], gate)
+        return matrices.at[text].set(matrix, mode="drop"), out
 
-    matrices, rows = jax.lax.scan(step, matrices, (text, inputs))
+    matrices, rows = jax.lax.scan(step, matrices, (text, inputs, gate))
     return rows, matrices
 
 
 def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms: OfInputs, result: Result) -> Mix:
-    """Returns a layer with a matrix per head. Inputs of terms and result: convolved q, k and v [C] in the model's type;
-    decay [Hv] or [Hv*K], gate [Hv*V] and beta [Hv] before their functions, in float32."""
-    others_of = (p.w_decay_a, p.w_decay), (p.w_out_gate_a, p.w_out_gate), (None, p.w_beta)
+    """Returns a layer with a matrix per head. Terms and result get convolved q, k and v in the model's type; decay,
+    beta and gate before their functions, in float32."""
 
-    def mix(x: jax.Array, state: State, tokens: TextTokens) -> tuple[jax.Array, State]:
+    def product(x: jax.Array, narrow: Any, w: Any) -> jax.Array:
+        return linear(x if narrow is None else linear(x, narrow), w)
+
+    def project(x: jax.Array) -> tuple[State, jax.Array]:
         parts = [w for w in (p.w_q, p.w_k, p.w_v, p.w_qkv) if w is not None]
-        inputs = jnp.concatenate([linear(x, w) for w in parts], axis=-1)
+        inputs = {"conv": jnp.concatenate([linear(x, w) for w in parts], axis=-1)}
+        for name, a, w in (("decay", p.w_decay_a, p.w_decay), ("beta", None, p.w_beta)):
+            inputs |= {} if w is None else {name: product(x, a, w).astype(jnp.float32)}
+        return inputs, product(x, p.w_out_gate_a, p.w_out_gate)
+
+    def advance(inputs: State, gate: jax.Array | None, state: State, tokens: TextTokens):
+        if (count := len(tokens.text)) == 1:  # XLA would compile no loop, and round otherwise: add a token of no text
+            inputs, gate, nth = jax.tree.map(
+                lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)), (inputs, gate, tokens.nth)
+            )
+            tokens = TextTokens(jnp.pad(tokens.text, (0, 1), constant_values=FAR), nth, tokens.last)
         taps = jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
         sizes = [len(p.w_conv_v), len(p.w_conv_v) + len(p.w_conv_k)]
         bias = None if p.b_conv is None else jnp.concatenate(jnp.split(p.b_conv, sizes)[::-1])
-        convolved, last_inputs = causal_conv(inputs, state["conv"], tokens, taps, bias)
-        narrow = [(x if a is None else linear(x, a), w) for a, w in others_of if w is not None]
-        others = [linear(y, w).astype(jnp.float32) for y, w in narrow]
-        out, matrix = token_by_token(state["matrix"], tokens.text, (convolved, *others), terms, result)
-        return out.astype(x.dtype), {"conv": last_inputs, "matrix": matrix}
+        convolved, newest = causal_conv(inputs["conv"], state["conv"], tokens, taps, bias)
+        given, wide = (
+            (convolved, inputs["decay"], inputs.get("beta")),
+            gate if gate is None else gate.astype(jnp.float32),
+        )
+        out, matrix = token_by_token(state["matrix"], tokens.text, given, wide, terms, result)
+        return out if out is None else out[:count].astype(convolved.dtype), {"conv": newest, "matrix": matrix}
 
-    return mix
+    return Mix(project, advance)
 
 
 def _queries_keys_values(numbers: jax.Array, spec: DeltaRuleSpec | Mamba2Spec) -> list[jax.Array]:
@@ -205,17 +235,16 @@ def _to_values(x: jax.Array, spec: DeltaRuleSpec | Mamba2Spec) -> jax.Array:
 def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear) -> Mix:
     """See `DeltaRuleSpec`."""
 
-    def terms(inputs: Any) -> Terms:
-        numbers, decay, _, beta = inputs
+    def terms(numbers: jax.Array, decay: jax.Array, beta: jax.Array) -> Terms:
         q, k, v = _queries_keys_values(numbers, spec)
         q, k = (_to_values(_unit(x), spec) for x in (q, k))
         steps = jax.nn.softplus(decay + p.b_decay).reshape(spec.num_value_heads, -1)
         g = -jnp.exp(p.log_decay).reshape(-1, 1) * steps
         return Terms(q * spec.key_dim**-0.5, k, v, g, spec.beta_factor * jax.nn.sigmoid(beta))
 
-    def result(out: jax.Array, inputs: Any) -> jax.Array:
+    def result(out: jax.Array, numbers: jax.Array, gate: jax.Array) -> jax.Array:
         normed = rms_norm(out, p.delta_norm.astype(jnp.float32), spec.eps)
-        return normed.reshape(-1) * (jax.nn.silu if spec.rank is None else jax.nn.sigmoid)(inputs[2])
+        return normed.reshape(-1) * (jax.nn.silu if spec.rank is None else jax.nn.sigmoid)(gate)
 
     return mix_matrices(p, spec, linear, terms, result)
 
@@ -223,15 +252,14 @@ def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear) -> Mix:
 def mamba2(p: Any, spec: Mamba2Spec, linear: Linear) -> Mix:
     """See `Mamba2Spec`."""
 
-    def terms(inputs: Any) -> Terms:
-        numbers, decay, _ = inputs
+    def terms(numbers: jax.Array, decay: jax.Array, beta: None) -> Terms:
         q, k, v = _queries_keys_values(numbers, spec)
         dt = jax.nn.softplus(decay + p.b_decay)[:, None]
         return Terms(_to_values(q, spec), _to_values(k, spec), v * dt, -jnp.exp(p.log_decay)[:, None] * dt, None)
 
-    def result(out: jax.Array, inputs: Any) -> jax.Array:
-        out = out + p.skip[:, None] * _queries_keys_values(inputs[0], spec)[2]
-        gated = (out.reshape(-1) * jax.nn.silu(inputs[2])).reshape(spec.num_key_heads, -1)
+    def result(out: jax.Array, numbers: jax.Array, gate: jax.Array) -> jax.Array:
+        out = out + p.skip[:, None] * _queries_keys_values(numbers, spec)[2]
+        gated = (out.reshape(-1) * jax.nn.silu(gate)).reshape(spec.num_key_heads, -1)
         weight = p.delta_norm.astype(jnp.float32).reshape(gated.shape)
         return rms_norm(gated, weight, spec.eps).reshape(-1)
 
@@ -269,7 +297,8 @@ def from_the_start(spec: RecurrentSpec) -> Recur:
         state = {name: jnp.zeros((num_texts, *shape), dtype or x.dtype) for name, (shape, dtype) in arrays}
         text, nth = jnp.divmod(jnp.arange(num_texts * length), length)
         tokens = TextTokens(text, nth, jnp.arange(1, num_texts + 1) * length - 1)
-        out, _ = mix(x.reshape(-1, x.shape[-1]), state, tokens)
+        out, _ = mix.advance(*mix.project(x.reshape(-1, x.shape[-1])), state, tokens)
+        assert out is not None
         return out.reshape(*x.shape[:-1], -1), carried
 
     return recur

@@ -25,11 +25,13 @@ class KVCache:
     leaves: arrays [M, ...] by name, see `kv.layout.Leaf`. On a CPU, integers hold the bits of the narrower float types.
     codec: how keys and values are encoded in them, see `KVLayout`.
     states: the slots of recurrent layers, arrays [slots, ...] by name, see `kv.state_layout`; empty without any.
+    inputs: between a step with drafts and their verification, of each recurrent layer, see `ShortConvSpec.inputs`.
     """
 
     leaves: dict[str, jax.Array]
     codec: str = flax.struct.field(pytree_node=False)
     states: dict[str, jax.Array] = flax.struct.field(default_factory=dict, kw_only=True)
+    inputs: tuple[dict[str, jax.Array], ...] = flax.struct.field(default=(), kw_only=True)
 
     @property
     def kv(self) -> jax.Array:

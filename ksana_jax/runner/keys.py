@@ -9,6 +9,7 @@ from typing import Any
 
 from ksana_jax.core.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
+from ksana_jax.runner.state_program import StatesKey
 from ksana_jax.runner.token_programs import bucket_of_top
 from ksana_jax.runner.verification import VerificationKey
 from ksana_jax.sampling.acceptance import rule_of
@@ -25,6 +26,7 @@ def keys_for(
     verifying: Sequence[StepShape] = (),
     acceptance: str = "sampled",
     drawn_shapes: Sequence[tuple[int, int]] = (),
+    states: bool = False,
 ) -> list[Any]:
     """Returns the keys of all programs that steps of some shapes can need; see `Runner.programs`.
 
@@ -34,7 +36,7 @@ def keys_for(
       loops: numbers of decodes that are one program with the choice of their tokens; with 1 among them, programs of
         layers alone are only for requests that such programs do not serve.
       verifying: shapes of steps with drafts, besides `shapes`. acceptance, drawn_shapes: of their
-        drafts, see `VerificationKey`.
+        drafts, see `VerificationKey`. states: True for a model with recurrent layers.
     """
     counts = [MAX_LOGPROBS if p.beam_width else num_logprobs(p) for p in asked]  # beams ask for candidates
     tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count >= 0}
@@ -57,7 +59,8 @@ def keys_for(
             rule = rule_of(acceptance, samples)
             drawn = [sizes for sizes in drawn_shapes if sizes[0] >= shape.parts[0].width] if samples else []
             of_shape = functools.partial(VerificationKey.of, shape, samples, dense, top, rule, tree=tree, masks=masks)
-            keys |= dict.fromkeys(map(of_shape, drawn or [None]))
+            found = [of_shape(sizes) for sizes in drawn or [None]]
+            keys |= dict.fromkeys(found + [StatesKey.of(shape, key) for key in found if states])
     asked_of_loops = itertools.product(filter(only_decodes, shapes), loops, {samples for samples, _ in kinds}, tops)
     keys |= dict.fromkeys(LoopKey(*of_loop) for of_loop in asked_of_loops)
     return list(keys)

@@ -153,7 +153,7 @@ def through(ps, cache, x, of_group, angles, patterns, places, *, network: Networ
     operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)
     settings: dict[str, Any] = {"specs": [layer.spec for layer in layers[::each]], "operators": operators}
     if layers[0].batch.states is not None:
-        settings["recur"] = paged_recur(layers)
+        settings["recur"] = paged_recur(layers, shape)
     if (steering := layers[0].batch.steering) is not None:
         numbers = [layer // each for *_, layer in places[::each]]
         attend, settings["after_layer"] = steered(attend, steering, numbers, operators.of_heads, jnp)

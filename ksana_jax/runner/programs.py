@@ -33,6 +33,7 @@ from ksana_jax.runner.movers import BlockMover
 from ksana_jax.runner.network import Network, pool_and
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.prompt_scores import lower_scores
+from ksana_jax.runner.state_program import StatesKey, lower_states
 from ksana_jax.runner.step_program import lower_whole, step_whole
 from ksana_jax.runner.step_runs import LoweringInRuns, lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, lower_choice, settings_packing
@@ -58,7 +59,7 @@ def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
     if layout.sealed is not None:
         arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(layout.block_size))))
     if layout.states is not None:
-        arrays = arrays._replace(states=StateArrays(ints((3, shape.num_tiles)), ints((2, tokens))))
+        arrays = arrays._replace(states=StateArrays(ints((4, shape.num_tiles)), ints((2, tokens))))
     if shape.tree:
         arrays = arrays._replace(ancestors=ints((tokens,)))
     return arrays
@@ -249,6 +250,8 @@ class ModelPrograms:
                 groups = len(self.layout.groups)
                 return Lowering(lower_trees, params, self.cache, head=head, num_groups=groups, key=key)
             return Lowering(lower_verification, params, head=head, key=key)
+        if isinstance(key, StatesKey):
+            return Lowering(lower_states, params, self.cache, network=self.network, key=key)
         kind, size, *rest = key
         if kind == "score":
             return Lowering(lower_scores, params, head=head, num_tokens=size, num_top=rest[0])

@@ -15,9 +15,9 @@ from ksana_jax.runner.decode_loop import LoopKey, Stop, report_of, serves
 from ksana_jax.runner.late_choice import LateChoice
 from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.runner.prompt_scores import scores_packing
+from ksana_jax.runner.state_program import verify_step
 from ksana_jax.runner.token_programs import bucket_of_top, report_packing, settings_packing
 from ksana_jax.runner.transfer import Fetched, started
-from ksana_jax.runner.verification import VerificationKey, verification_packing, verified
 from ksana_jax.scheduler.step.settings import SamplingArrays
 from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape
 
@@ -77,6 +77,8 @@ class Runner(ModelPrograms):
         run, vector = self.compile_step(shape), self.packed(shape, step.arrays, sampling)
         given = self.params.embed[step.arrays.tokens] if self.embeds_on_host else self._fed(shape)
         self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._patterns.arrays)
+        if inputs := self.cache.inputs:
+            self.cache = self.cache.replace(inputs=())  # pyright: ignore[reportAttributeAccessIssue]
         tokens = prompt_scores = None
         if step.targets is not None:
             count, top = shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
@@ -86,14 +88,7 @@ class Runner(ModelPrograms):
         asked = None if sampling is None else settings, dense
         num_top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
         if step.drafts is not None:
-            mask = step.mask() if callable(step.mask) else step.mask
-            verify = self._program(key := VerificationKey.of_step(step, num_top))
-            arguments = self.params, sampled, *asked, key.drafts_of(step), mask
-            if key.tree:
-                self.cache, report = verify(self.cache, step.arrays.slots, *arguments)
-            else:
-                report = verify(*arguments)
-            tokens = functools.partial(verified, Fetched(report, verification_packing(key)), shape.parts[0])
+            tokens = verify_step(self, step, inputs, sampled, asked, num_top)
         elif step.num_sampled:
             kinds = sampling is not None, dense is not None, step.mask is not None
             choose = self.compile_sampler(sampled, step.num_sampled, *kinds, num_top)

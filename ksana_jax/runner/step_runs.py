@@ -139,13 +139,16 @@ class StepInRuns:
             found.append((by_kind[run.program], run, network.placement.everywhere(places)))
         return found
 
-    def __call__(self, params: Params, cache: KVCache, vector: Any, given: Any, patterns: PatternArrays):
+    def __call__(self, params: Params, cache: Any, vector: Any, given: Any, patterns: PatternArrays):
         """Runs the step; arguments and results of the program of `lower_whole`."""
         ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
         x, arrays, angles, settings = self._first(ends, vector, given)
+        inputs: tuple[Any, ...] = ()
         for program, run, places in self._runs:
+            cache = cache.replace(inputs=()) if cache.inputs else cache
             cache, x = program(run.of(params), cache, x, arrays, angles[run.rope], patterns, places)
-        return cache, *self._last(ends, x, arrays.sampled), settings
+            inputs += cache.inputs
+        return cache if not inputs else cache.replace(inputs=inputs), *self._last(ends, x, arrays.sampled), settings
 
 
 def compiled_programs(step: Any) -> tuple[Any, ...]:

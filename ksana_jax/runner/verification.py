@@ -141,7 +141,7 @@ def verify_tokens(
 
     Returns:
       A vector of `verification_packing`, with the number of accepted draft tokens [R], or which of them [J] are usable;
-      and for trees the path [R, K + 1] of `accept_tree`, which orders the tokens, else None.
+      for trees the path [R, K + 1] of `accept_tree`, which orders the tokens, else None; and that number, or which.
     """
     scores_SV, path, in_order = head(params, hidden), None, ()
     if mask is not None:
@@ -158,13 +158,14 @@ def verify_tokens(
     else:
         tokens, accepted = _by_distribution(scores_SV, sampling, drafts, head, key)
     scores = () if key.num_top is None else score(scores_SV, tokens, key.num_top, head.vocabulary)
-    return packed((tokens, accepted.astype(jnp.int32), in_order, scores)), path
+    accepted = accepted.astype(jnp.int32)
+    return packed((tokens, accepted, in_order, scores)), path, accepted
 
 
-def verify_runs(*arguments: Any, head: OutputHead, key: VerificationKey) -> jax.Array:
-    """Verifies drafts that do not branch; arguments and result of `verify_tokens`, without a path."""
-    report, _ = verify_tokens(*arguments, head=head, key=key)
-    return report
+def verify_runs(*arguments: Any, head: OutputHead, key: VerificationKey) -> tuple[jax.Array, jax.Array]:
+    """Verifies drafts that do not branch; arguments and results of `verify_tokens`, without a path."""
+    report, _, accepted = verify_tokens(*arguments, head=head, key=key)
+    return report, accepted
 
 
 def _by_token(scores_SV, sampling: SamplingArrays | None, drafts: FlatDrafts, head: OutputHead):
@@ -225,7 +226,7 @@ def verify_trees(
     Returns:
       The pool, and a vector of `verification_packing`.
     """
-    report, path = verify_tokens(*arguments, head=head, key=key)
+    report, path, _ = verify_tokens(*arguments, head=head, key=key)
     assert path is not None
     return moved_to_path(cache, slots, path), report
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-import numpy as np
-
 Array: TypeAlias = Any  # NumPy in tests, jax in a compiled program
 
 
@@ -43,7 +41,7 @@ def good_enough(tokens: Array, following: Array, logprobs: Array, rollback: Arra
     return (following >= 0) & ((tokens == following) | (-logprobs <= rollback))
 
 
-def num_before(usable: np.ndarray) -> np.ndarray:
+def num_before(usable: Array) -> Array:
     """Returns how many draft tokens [R] come before each row's first that is not usable [R, K + 1]; the last column,
     which no draft token follows, is False."""
     return usable.argmin(axis=1)

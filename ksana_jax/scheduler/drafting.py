@@ -8,6 +8,7 @@ import numpy as np
 
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_returns import trim
+from ksana_jax.scheduler.row_states import RowStates
 from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.scheduler.step.drafts import Drafts
 from ksana_jax.scheduler.step.masks import constrained
@@ -22,12 +23,13 @@ class Drafting:
     tokens write to before anything reads them.
 
     Args:
-      longest_step: maximum tokens of a step.
+      longest_step: maximum tokens of a step. states: of recurrent layers; None without.
     """
 
     row_blocks: RowBlocks
     speculation: Speculation
     longest_step: int
+    states: RowStates | None = None
 
     def draft(self, decodes: np.ndarray) -> Drafts | None:
         """Returns drafts for decodes that have a block for one token each; None without any.
@@ -40,6 +42,8 @@ class Drafting:
             return None
         # The last token of a sequence is never computed, and rows evict between steps.
         until = np.minimum(r.max_len[decodes] - 1, r.evict_at.take(decodes, axis=1).min(axis=0))
+        if self.states is not None:  # of which snapshots are taken between steps too
+            until = np.minimum(until, r.snapshot_at[decodes])
         most = np.clip(until - r.num_computed[decodes] - 1, 0, in_step)
         # The last token of a prompt, with its other tokens cached, need not be the sequence's last.
         most[r.num_computed[decodes] + 1 < r.num_tokens[decodes]] = 0
@@ -104,6 +108,8 @@ class Drafting:
         newest, counts = np.where(ended, tokens[at, first], newest), np.where(ended, first + 1, counts)
         r.append_several(rows, tokens, counts)
         r.num_computed[rows] += num_accepted  # and one that `advance` has counted
+        if self.states is not None:
+            self.states.advance(rows)
         trim(self.row_blocks, rows)
         self.row_blocks.num_ahead = 0
         return newest, counts

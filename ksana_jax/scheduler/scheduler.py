@@ -97,10 +97,10 @@ class Scheduler:
         blocks = self.row_blocks = RowBlocks(self.rows, self.memory, layout)
         self.eviction = RowEviction.of(layout.eviction, blocks, self.running, self._preempt, self._measure)
         self.provision = Provision(self.memory, self.running, blocks, self._preempt, self.queue.reclaim_shared)
+        states = self.states = RowStates.of(self.rows, self.memory, self.state_snapshots)
         self.drafting = None
         if self.speculation is not None:
-            self.drafting = Drafting(blocks, self.speculation, most_tokens)
-        states = self.states = RowStates.of(self.rows, self.memory, self.state_snapshots)
+            self.drafting = Drafting(blocks, self.speculation, most_tokens, states)
         self.admission = Admission(
             self.memory, self.queue, self.running, blocks, layout, most_tokens, self.eviction, states
         )
@@ -255,7 +255,7 @@ class Scheduler:
             self.drafting.keep_up(rows, self.order)
         if self.eviction is not None:
             self.eviction.evict(rows)
-        if self.states is not None:
+        if self.states is not None and batch.drafts is None:
             self.states.advance(rows)
         # Blocks enter the prefix index, and forks share their leader's, before they are returned: see `settle`.
         if self.row_blocks.windowed and not self.memory.prefixes.enabled and not self.queue.leaders:

@@ -27,6 +27,7 @@ SAMPLE |= {
     (name, "structured_outputs") for name in ("speculative_config jacobi", "num_scheduler_steps", "preempt swap")
 }
 SAMPLE |= {("recurrent layers", name) for name in ("host tier", "preempt swap", "n", "numerics invariant")}
+SAMPLE |= {("recurrent layers", f"speculative_config {name}") for name in ("grammar", "draft_model", "rejection")}
 SAMPLE |= {(name, "recurrent layers") for name in ("kv_eviction h2o", "kv_cache_dtype gear4")}
 
 

@@ -12,6 +12,8 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.activations import activations
+from ksana_jax.engine.inspect.snapshot import take_snapshot
+from ksana_jax.serve.server.kv_events import refusal
 from tests import machine
 from tests.golden.cases import golden_case
 
@@ -204,6 +206,17 @@ def test_a_report_tells_how_far_keys_and_how_far_states_reach(caching):
     assert (output.metrics.num_cached_keys, output.metrics.num_cached_states) == (28, 0)
     [output] = caching.generate([text[:41]], GREEDY, use_tqdm=False)
     assert (output.num_cached_tokens, output.metrics.num_cached_keys, output.metrics.num_cached_states) == (40, 40, 40)
+
+
+def test_slots_are_counted_and_routers_get_no_events(caching):
+    caching.generate(PROMPTS, GREEDY, use_tqdm=False)
+    snapshot = take_snapshot(caching.engine)
+    [(tier, counted)] = snapshot.summary()["slots"].items()
+    assert (tier, counted["held"], sum(counted.values())) == ("device", 0, 12) and counted["cached"] > 0
+    assert str(snapshot).endswith(
+        f"device slots for states: {counted['free']} free, 0 held, {counted['cached']} cached"
+    )
+    assert "of no use where no state is cached" in refusal(caching.engine)
 
 
 def test_activations_of_recurrent_layers_are_refused(caching):

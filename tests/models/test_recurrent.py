@@ -1,10 +1,13 @@
 """The recurrence of layers with a matrix per head against its equations in float64, for texts of any lengths."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.models.recurrent import Terms, token_by_token
+from ksana_jax.models.layers import linear
+from ksana_jax.models.recurrent import Terms, TextTokens, mixer, token_by_token
+from tests.models import own_kinds
 
 HEADS, KEYS, VALUES = 3, 5, 4
 FAR = 2**30
@@ -44,9 +47,10 @@ def test_tokens_one_by_one_are_the_definition(delta, decays, name):
     text = jax.numpy.asarray(np.pad(texts, (0, padding), constant_values=FAR))
 
     def run(matrices, inputs):
-        return token_by_token(
-            matrices, text, inputs, lambda x: x if delta else x._replace(beta=None), lambda out, _: out
-        )
+        def given(*x):
+            return Terms(*x) if delta else Terms(*x)._replace(beta=None)
+
+        return token_by_token(matrices, text, tuple(inputs), text, given, lambda out, *_: out)
 
     rows, states = jax.jit(run)(matrices, jax.tree.map(jax.numpy.asarray, terms))
     expected, after = definition(matrices, texts, terms, delta)
@@ -54,3 +58,27 @@ def test_tokens_one_by_one_are_the_definition(delta, decays, name):
     np.testing.assert_allclose(states, after, atol=2e-5, rtol=0)
     absent = [text for text, length in enumerate(lengths) if not length]
     np.testing.assert_array_equal(np.asarray(states)[absent], matrices[absent])
+
+
+@pytest.mark.cpu("XLA:CPU keeps the order of sums in a loop")
+@pytest.mark.parametrize("name", ["gated", "mamba", "recurrent"])
+def test_a_token_alone_in_a_step_gets_the_bits_that_it_gets_among_others(name):
+    config, rng = own_kinds.CONFIGS[name], np.random.default_rng(5)
+    mix = mixer(own_kinds.weights(name).layers[0], config.recurrent, linear)
+    x = jnp.asarray(rng.standard_normal((5, config.d_model)), jnp.float32)
+    state = {
+        n: jnp.asarray(rng.standard_normal((1, *s)), jnp.float32) for n, (s, _) in config.recurrent.state(32).items()
+    }
+    inputs, gate = mix.project(x)
+    advance = jax.jit(mix.advance)
+    text, last = jnp.zeros(5, int), jnp.array([4])
+    out, after = advance(inputs, gate, state, TextTokens(text, jnp.arange(5), last))
+    _, again = advance(inputs, None, state, TextTokens(text, jnp.arange(5), last))
+    for at in range(5):
+        one = slice(at, at + 1)
+        given = {n: part[one] for n, part in inputs.items()}
+        alone, state = advance(given, gate[one], state, TextTokens(text[one], jnp.zeros(1, int), jnp.array([0])))
+        np.testing.assert_array_equal(alone, out[one])
+    for n, part in state.items():
+        np.testing.assert_array_equal(part, after[n])
+        np.testing.assert_array_equal(part, again[n])

@@ -67,12 +67,14 @@ class Snapshot:
       block_size: B, slots per block. block_bytes: bytes per block.
       blocks: blocks of the device, the host and the disk.
       counters: see `counts`.
+      slots: for each memory, how many of its slots for states of recurrent layers are free, held and cached.
     """
 
     block_size: int
     block_bytes: int
     blocks: list[BlockRecord]
     counters: dict[str, int]
+    slots: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
     def of(self, tier: str) -> list[BlockRecord]:
         """Returns the blocks of one tier."""
@@ -87,6 +89,7 @@ class Snapshot:
         """Returns statistics as plain values.
 
         device, host, disk: number of blocks in each state, and utilisation: the fraction of all blocks that is held.
+        slots: see `Snapshot`; only in models with recurrent layers.
         fragmentation: fraction of the slots held on the device without a token.
         unshared_blocks: device blocks that the owners would hold without sharing; shared_saving: the fraction of them
         that sharing saves. blocks_by_origin: unshared_blocks by origin.
@@ -99,6 +102,7 @@ class Snapshot:
             if total := states.total():
                 held = states["held"] + states["moving"]
                 result[tier] = {"blocks": total, **{s: states[s] for s in STATES}, "utilisation": held / total}
+        result |= {"slots": self.slots} if self.slots else {}
         held = [b for b in self.of("device") if b.ref_count]
         owned = [o for b in held for o in b.owners]
         result["fragmentation"] = 1 - _part(sum(b.num_tokens for b in held), len(held) * self.block_size, 1.0)
@@ -123,7 +127,8 @@ class Snapshot:
                     f"{(b.hash or '')[:8]:8}  {owners}"
                 )
         free = ", ".join(f"{n} of the {t}" for t in TIERS if (n := sum(b.state == "free" for b in self.of(t))))
-        return "\n".join([*lines, f"free: {free or 'none'}"])
+        slots = [f"{tier} slots for states: {_listed(states)}" for tier, states in self.slots.items()]
+        return "\n".join([*lines, f"free: {free or 'none'}", *slots])
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
@@ -157,7 +162,13 @@ def snapshot_of(memory: KVMemory, owners: Iterable[Owner]) -> Snapshot:
                     last_use=node.last_use if node else None,
                 )
             )
-    return Snapshot(memory.block_size, memory.layout.block_bytes, blocks, counts(memory))
+    slots: dict[str, dict[str, int]] = {}
+    for tier in (memory.states, memory.states and memory.states.host):
+        if tier is not None:
+            pool = tier.pool
+            counted = {"free": pool.num_free, "held": pool.num_used, "cached": pool.num_idle}
+            slots[TIERS[tier.level]] = counted
+    return Snapshot(memory.block_size, memory.layout.block_bytes, blocks, counts(memory), slots)
 
 
 def counts(memory: KVMemory) -> dict[str, int]:
@@ -210,6 +221,10 @@ def _records(memory: KVMemory, tier: Tier, owners: list[Owner]) -> list[BlockRec
 def moved_bytes(counters: dict[str, int], block_bytes: int) -> dict[str, int]:
     """Returns the bytes moved by direction, from `counts`."""
     return {way: counters[name] * block_bytes for way, name in WAYS.items()}
+
+
+def _listed(counted: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counted.items())
 
 
 def _part(some: float, whole: float, of_nothing: float = 0.0) -> float:

@@ -41,8 +41,8 @@ class TimedExecutor:
       clock: of the engine.
       timer: of steps.
       patterns: one for each layer.
-      num_host_blocks: blocks of host memory, without contents. block_bytes: size of a block, which decides how
-        long it takes to move.
+      num_host_blocks, num_host_states: blocks of host memory, and slots for states, without contents.
+      block_bytes, slot_bytes: size of a block and of a slot, which decides how long it takes to move.
 
     Attributes:
       busy_s: total seconds of work of the device.
@@ -55,10 +55,12 @@ class TimedExecutor:
         patterns: Sequence[AttentionPattern],
         num_host_blocks: int = 0,
         block_bytes: int = 0,
+        num_host_states: int = 0,
+        slot_bytes: int = 0,
     ):
         self.clock, self.timer, self.patterns = clock, timer, list(patterns)
-        self._block_bytes = block_bytes
-        self.host_blocks, self.host_states = np.zeros((num_host_blocks, 1), np.uint8), None
+        self._block_bytes, self._slot_bytes = block_bytes, slot_bytes
+        self.host_blocks, self.host_states = (np.zeros((n, 1), np.uint8) for n in (num_host_blocks, num_host_states))
         self.busy_s = self._free_at = 0.0
 
     def submit(self, step: StepInput) -> TimedStep:
@@ -71,7 +73,7 @@ class TimedExecutor:
         for step in steps:
             assert isinstance(step, SizedStep), "an engine with a SimExecutor builds its steps with a SizeBuilder"
             size = step.size.with_moves(step.moves)
-            move_s = self._moving(size.num_saved, size.num_copied, size.num_loaded)
+            move_s = 0.0 if step.moves is None else self._moving(step.moves)
             seconds += self.timer.seconds(size) + move_s
             together.append((step, move_s))
         self._free_at = max(self.clock(), self._free_at) + seconds
@@ -79,21 +81,23 @@ class TimedExecutor:
         return [TimedStep(self.clock, self._free_at, StepOutput(step.tokens, move_s=s)) for step, s in together]
 
     def move(self, moves: Moves) -> None:
-        self.occupy(self._moving(len(moves.saves), len(moves.copies), len(moves.loads)))
+        self.occupy(self._moving(moves))
 
     def occupy(self, seconds: float) -> None:
         """Lets the device work on something else than steps."""
         self._free_at = max(self.clock(), self._free_at) + seconds
         self.busy_s += seconds
 
-    def _moving(self, *blocks: int) -> float:
-        return self.timer.cost.move.seconds(self._block_bytes, *blocks)
+    def _moving(self, moves: Moves) -> float:
+        found = [(self._block_bytes, moves)] + ([] if moves.states is None else [(self._slot_bytes, moves.states)])
+        move = self.timer.cost.move
+        return sum(move.seconds(size, len(x.saves), len(x.copies), len(x.loads)) for size, x in found)
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
         self.patterns = list(patterns)
 
     def reset(self) -> None:
-        self.host_blocks = np.zeros_like(self.host_blocks)
+        self.host_blocks, self.host_states = map(np.zeros_like, (self.host_blocks, self.host_states))
 
 
 class SimExecutor(TimedExecutor):

@@ -101,21 +101,27 @@ class SimEngine:
         answered: Callable[[Served], None] = lambda served: None,
         stepped: Callable[[SimEngine], None] = lambda engine: None,
     ):
-        if config.num_blocks is None:
+        if (num_blocks := config.num_blocks) is None:
             raise ConfigError("a simulated engine needs num_blocks: the pool's size is part of what is simulated")
         seen = read_patterns(patterns, model)
         config = config.for_model(model, seen)
         self.events, self.timer, self.clock = events, cost.start(seed), VirtualClock(events())
         self.ended, self.answered, self.stepped = ended, answered, stepped
         layout = make_layout(model, seen, config)
-        num_host_blocks = config.host_cache_bytes // layout.block_bytes
-        self.executor = SimExecutor(self.clock, self.timer, seen, num_host_blocks, layout.block_bytes)
+        of_states = layout.state_bytes_of(config.host_cache_bytes, num_blocks)
+        slot_bytes = layout.states.slot_bytes if layout.states else 1
+        host = (config.host_cache_bytes - of_states) // layout.block_bytes, layout.block_bytes
+        self.executor = SimExecutor(self.clock, self.timer, seen, *host, of_states // slot_bytes, slot_bytes)
         self.disk: SimDisk | None = None
         tiers: dict[str, Any] = {}
         if config.disk_cache_dir is not None:  # only its presence matters
+            of_states = layout.state_bytes_of(config.disk_cache_bytes, num_blocks)
             format = BlockFormat.of(layout, "simulated")
-            self.disk = SimDisk(format, config.disk_cache_bytes, self.clock, cost.move)
+            self.disk = SimDisk(format, config.disk_cache_bytes - of_states, self.clock, cost.move)
             config, tiers = dataclasses.replace(config, disk_cache_dir=None), {"disk": self.disk}
+            if layout.of_states is not None:
+                format = BlockFormat.of(layout.of_states, "simulated")
+                tiers["disk_states"] = SimDisk(format, of_states, self.clock, cost.move)
         self.engine: Engine = build_engine(
             model,
             None,

@@ -20,7 +20,7 @@ from ksana_jax.runner.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.runner.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.runner.planner.terms import weights_bytes
 from ksana_jax.runner.runner import Runner
-from ksana_jax.scheduler.speculative import read_speculative
+from ksana_jax.scheduler.speculative import draft_lengths, read_speculative
 from ksana_jax.scheduler.step.ladders import largest_shapes, make_buckets
 from ksana_jax.sharding.shares import local_layout, local_model
 
@@ -97,7 +97,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             embedding_device=config.embedding_device,
             settings=config.operators,
         )
-        device, step = this_device(of_host), max(found.peak for found in measured)
+        device, step = this_device(of_host), max(found.peak for found in measured) + _input_bytes(model, config)
         budget = int(device.memory_bytes * config.memory_fraction)
         affordable = (budget - weights - step - states * copies) // (block_bytes * copies)
         if affordable < 1:
@@ -111,6 +111,18 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     num_blocks = min(wanted, affordable)
     _check_pool(num_blocks, block_bytes, states, weights, copies, of_host)
     return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step, copies, states)
+
+
+def _input_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Returns the bytes that recurrent layers keep of the tokens of a step until its drafts are verified."""
+    if (spec := model.recurrent) is None:
+        return 0
+    parts = make_buckets(config, platform_of(), draft_lengths(config)).verifications
+    own = array_dtype(config.dtype).itemsize
+    of_token = sum(
+        count * (np.dtype(kind).itemsize if kind else own) for (count,), kind in spec.inputs(model.d_model).values()
+    )
+    return max((count * width for count, width in parts), default=0) * len(spec.layers) * of_token
 
 
 def _besides(states: int) -> str:

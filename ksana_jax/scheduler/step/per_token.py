@@ -52,8 +52,9 @@ def adapter_slots(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.
 class StateArrays(NamedTuple):
     """The states of a step's texts in recurrent layers, as padded int32 arrays; R is the number of tiles, S.
 
-    of_texts: [3, R] the slots that each text's state is read from and written to, and the index in [0, T) of its last
-    token. A slot that does not exist, such as FAR, stands for zeros, and is not written to.
+    of_texts: [4, R] the slots that each text's state is read from and written to, the index in [0, T) of its last
+    token, and the slot that the verification of its drafts writes to. A slot that does not exist, such as FAR, stands
+    for zeros, and is not written to.
     of_tokens: [2, T] index in [0, R) of each token's text, FAR for padding, and number of its tokens before it in the
     step.
     """
@@ -64,9 +65,10 @@ class StateArrays(NamedTuple):
 
 def states(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> StateArrays:
     """Returns where the states of a step's texts are; ends as in `query_numbers`."""
-    of_texts, counts = np.full((3, shape.num_tiles), FAR, np.int32), batch.num_per_row
+    of_texts, counts = np.full((4, shape.num_tiles), FAR, np.int32), batch.num_per_row
     of_texts[2] = 0
-    of_texts[:, : len(ends)] = rows.state_from[batch.rows], rows.state_to[batch.rows], ends
+    written = 1 if batch.drafts is None else 3
+    of_texts[[0, 2, written], : len(ends)] = rows.state_from[batch.rows], ends, rows.state_to[batch.rows]
     nth, of_tokens_ = _nth(counts), np.zeros((2, shape.num_tokens), np.int32)
     of_tokens_[0] = FAR
     of_tokens_[:, np.repeat(ends + 1 - counts, counts) + nth] = np.repeat(np.arange(len(ends)), counts), nth

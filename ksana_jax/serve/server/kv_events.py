@@ -191,6 +191,8 @@ def refusal(engine: Engine) -> str:
         return "the prefix cache is off (enable_prefix_caching)"
     if len(memory.layout.groups) > 1:
         return f"the layers form {len(memory.layout.groups)} groups, each with blocks of its own"
+    if memory.states is not None:
+        return "the model has recurrent layers, and a cached block is of no use where no state is cached"
     if memory.index.scope.full_until < engine.max_model_len:
         return "the attention pattern hides parts of a text"
     return ""
