@@ -11,6 +11,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.state import KVState
 from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.methods.replacement import cost_aware, lru
+from tests import machine
 from tests.golden.cases import golden_case
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
@@ -78,6 +79,26 @@ def test_no_prompt_waits_for_the_end_of_a_request():
         for _ in range(2):
             llm.engine.step()
     assert not llm.engine.scheduler.queue.entries
+
+
+@machine.native_products
+@pytest.mark.cpu("invariant numerics")
+def test_chats_together_from_cached_states_have_the_bits_of_each_turn_alone_and_fresh():
+    folder = str(golden_case("qwen3_5-gated-delta-tied").model_dir)
+    settings = SMALL | {"numerics": "invariant", "block_size": 16}
+    fresh = LLM(folder, **settings | {"max_num_batched_tokens": 19})
+    cached = LLM(folder, **settings, enable_prefix_caching=True, state_snapshots={"method": "marconi"})
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0, detokenize=False)
+    texts, found = [TEXT[:33] + [n] for n in (3, 4, 5)], []
+    for _ in range(3):
+        together = cached.generate(texts, params, use_tqdm=False)
+        alone = [fresh.generate([text], params, use_tqdm=False)[0] for text in texts]
+        for one, other in zip(together, alone, strict=True):
+            (a,), (b,) = one.outputs, other.outputs
+            assert a.token_ids == b.token_ids and a.logprobs == b.logprobs
+        texts = [[*text, *one.outputs[0].token_ids, 7] for text, one in zip(texts, together, strict=True)]
+        found.append([one.num_cached_tokens for one in together])
+    assert found[1:] == [[48, 48, 48], [64, 64, 64]]
 
 
 @pytest.mark.parametrize("policy, kept", [(lru, "short"), (cost_aware, "long")])
