@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from experiments.training.settings import HybridShape, LatentShape, ModelShape, TrainConfig
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.config import plan
+from ksana_jax.loading.config_json import load_config
+from ksana_jax.runner.planner.formula import Memory
+from ksana_jax.runner.planner.request import PlanRequest
+from ksana_jax.runner.planner.step_memory import NO_STEP
 from ksana_jax.serve.workload import read_workload
 from tests.lab.runs.runs import reported
 
 ROOT = Path(__file__).parents[3]
+README = ROOT / "experiments/hybrid/README.md"
 CHAT = {"kind": "sessions", "num_requests": 8, "turns": 10_000, "think_s": 1, "num_systems": 1, "system": 100}
 CHAT |= {"user": [20, 200], "output": [1, 90]}
 SIZE = 16
@@ -71,3 +77,18 @@ def test_other_models_and_engines_are_refused():
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             plan(GIVEN | given)
+
+
+def test_bytes_of_contexts_are_the_planners():
+    latent = {"rope_theta": 1000.0, "latent": LatentShape(80, 48, 16, 64)}
+    shapes = {"attention, 2 KV heads": {}, "latents, 80 + 48": latent, "hybrid": {"hybrid": HybridShape()}}
+    models = {n: (TrainConfig(model=ModelShape(**s)).model_config(), "f32") for n, s in shapes.items()}
+    real = {"Qwen3-8B": "qwen3-8b", "Qwen3-Next-80B, hybrid": "qwen3-next-80b"}
+    models |= {name: (load_config(ROOT / "configs/models" / folder), "bf16") for name, folder in real.items()}
+    rows = re.findall(r"^\| (.+?) \| ([\d.,]+) \| ([\d.,]+) \| ([\d.,]+) \|$", README.read_text(), re.MULTILINE)
+    assert [name for name, *_ in rows] == list(models)
+    for name, *cells in rows:
+        model, dtype = models[name]
+        memory = Memory.of(model, PlanRequest(dtype=dtype), 2**45, NO_STEP)
+        sizes = [(memory.state + memory.beta * memory.tokens_held(1, n)) / 2**20 for n in (1024, 4096, 32768)]
+        assert [float(cell.replace(",", "")) for cell in cells] == [round(size, 1) for size in sizes]
