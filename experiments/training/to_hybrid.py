@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from experiments.training.to_latents import hidden_states
 from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.recurrent import DeltaRuleSpec
 from ksana_jax.models.layers import rms_norm
 from ksana_jax.models.params import LayerParams, Params, init_params
 
@@ -28,7 +29,7 @@ def to_hybrid(params: Params, found: ModelConfig, wanted: ModelConfig, texts: ja
       ConfigError: heads of the delta rule have not the number and the size of those of keys.
     """
     spec, heads = wanted.recurrent, (found.num_kv_heads, found.head_dim, found.head_dim)
-    assert spec is not None
+    assert isinstance(spec, DeltaRuleSpec)
     if (sizes := (spec.num_key_heads, spec.key_dim, spec.value_dim)) != heads:
         raise ConfigError(f"hybrid has num_heads, key_dim and value_dim {sizes}, must be those of keys: {heads}")
     drawn = with_decays(init_params(wanted, seed), wanted)
@@ -66,7 +67,7 @@ def _delta_rule(p: LayerParams, config: ModelConfig) -> dict[str, jax.Array]:
 
 
 def attention_from(p: LayerParams, config: ModelConfig, x: jax.Array) -> dict[str, jax.Array]:
-    assert p.attn_norm is not None
+    assert p.attn_norm is not None and p.w_q is not None
     x, h = rms_norm(x, p.attn_norm, config.norm_eps), config.head_dim
     sizes = [jnp.sqrt(((x @ jnp.asarray(w).T) ** 2).mean()) for w in (p.w_q, p.w_k)]
     q_norm, k_norm = (jnp.full(h, size - 1) for size in sizes)
