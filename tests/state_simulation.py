@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,10 @@ from ksana_jax.kv.leaf import Leaf
 from ksana_jax.kv.moves import Moves
 from ksana_jax.kv.state_layout import StateLayout
 from ksana_jax.methods.state_snapshots.every import Every
+from ksana_jax.methods.state_snapshots.forks import Forks
+from ksana_jax.methods.state_snapshots.marconi import Marconi
 from ksana_jax.methods.state_snapshots.prompt_end import PromptEnd
+from ksana_jax.methods.state_snapshots.request_end import RequestEnd
 from ksana_jax.scheduler.sequence import Sequence as Text
 from ksana_jax.scheduler.step.per_token import states
 from ksana_jax.scheduler.step.types import StepInput, StepOutput, fed
@@ -93,6 +97,8 @@ class StateSimulation(Simulation):
         rng, rows = self.rng, self.settings["max_num_seqs"]
         self.policy = rng.choice([PromptEnd(), Every(blocks=1), Every(blocks=rng.randint(1, 4)), None])
         self.num_slots = rows * (1 + self.settings["caching"]) + rng.choice([0, 1, 2, 8, 60])
+        # Without a draw of rng: seeds of planted bugs keep theirs.
+        self.policy = random.Random(self.num_slots).choice([RequestEnd(), self.policy, Forks(), Marconi()])
         num_host = rng.choice([0, 1, 3, 30]) if self.settings["host_slots"] else 0
         self.settings["make_executor"] = functools.partial(StateExecutor, self.num_slots, num_host)
         self.settings["disk_states"] = self.disk  # keys of states are those of no block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import textwrap
@@ -43,7 +44,7 @@ def model_card(config: TrainConfig, log: str) -> str:
     ]
     lines = [f"# {Path(config.out_dir).name}", ""]
     lines += _wrapped(
-        f"A {'Llama' if model.latent is None else 'Youtu-LLM'} model of {num_params(shape):,} parameters, trained by "
+        f"A {_kind(model)} model of {num_params(shape):,} parameters, trained by "
         "ksana_jax on the source files of the Python standard library, to show on any machine how windows, sinks and "
         "eviction affect a trained model. It generates text that looks like Python, and has no other use."
     )
@@ -59,7 +60,17 @@ def model_card(config: TrainConfig, log: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _kind(model: ModelShape) -> str:
+    if model.hybrid is not None:
+        return "Qwen3.5"
+    return "Llama" if model.latent is None else "Youtu-LLM"
+
+
 def _heads(model: ModelShape) -> str:
+    if (hybrid := model.hybrid) is not None:
+        attention = _heads(dataclasses.replace(model, hybrid=None))
+        sizes = f"{hybrid.num_heads} heads of keys of {hybrid.key_dim} and values of {hybrid.value_dim}"
+        return f"in one of {hybrid.interval} layers {attention}, in the others gated delta rules of {sizes}"
     if (latent := model.latent) is None:
         return f"{model.num_heads} query and {model.num_kv_heads} key/value heads of {model.head_dim}"
     sizes = f"{latent.plain} plain and {latent.rotated} rotated numbers, values of {latent.value}"

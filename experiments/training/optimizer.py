@@ -17,7 +17,7 @@ from experiments.training.settings import TrainConfig
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.params import Params, weight_fields
+from ksana_jax.models.params import Params, dtype_of, weight_fields
 from ksana_jax.models.transformer import forward, logits, sink_logits
 
 COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -90,7 +90,7 @@ def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -
 
 def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> jax.Array:
     """Computes the mean cross-entropy in nats over the targets [batch, T] that are not IGNORED."""
-    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    params = jax.tree_util.tree_map_with_path(lambda path, w: w.astype(dtype_of(path[-1].name, dtype)), params)
     scored = targets != IGNORED
     scores = training_logits(params, inputs, config=config)
     losses = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.where(scored, targets, 0))

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import LatentSpec, RopeConfig, rotated_part
+from ksana_jax.core.recurrent import DeltaRuleSpec
 from ksana_jax.core.shared_kv import shared_by
 from ksana_jax.core.yaml_numbers import check_numbers
 
@@ -30,6 +31,17 @@ class LatentShape:
 
 
 @dataclasses.dataclass
+class HybridShape:
+    """Gated delta rules in all layers but each `interval`-th, of num_heads heads; sizes as in
+    `ksana_jax.core.recurrent.DeltaRuleSpec`."""
+
+    interval: int = 4
+    num_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+
+
+@dataclasses.dataclass
 class ModelShape:
     """Shape of the Llama model to train; names as in `ksana_jax.core.config.ModelConfig`.
 
@@ -37,6 +49,7 @@ class ModelShape:
     the bytes of a token.
     latent: trains multi-head latent attention, as a model of the family youtu; num_kv_heads and head_dim are then 1 and
     a latent's.
+    hybrid: trains recurrent layers, as a model of the family qwen3_5_text, whose attention has norms and a gate too.
     """
 
     d_model: int = 192
@@ -49,6 +62,7 @@ class ModelShape:
     sinks: str | None = None
     cla_share_factor: int = 1
     latent: LatentShape | None = None
+    hybrid: HybridShape | None = None
 
 
 @dataclasses.dataclass
@@ -145,6 +159,8 @@ class TrainConfig:
             family, rope = "youtu", dataclasses.replace(rope, partial_rotary_factor=part)
             scale = (latent.plain + latent.rotated) ** -0.5
             shape |= {"latent": latent, "num_kv_heads": 1, "head_dim": latent.head_dim, "attention_scale": scale}
+        if (sizes := shape.pop("hybrid")) is not None:
+            family, shape = "qwen3_5_text", shape | _delta_rules(shape["num_layers"], **sizes)
         return ModelConfig(
             family=family,
             kv_layers=kv_layers,
@@ -193,8 +209,8 @@ class TrainConfig:
             found.append(problem)
         elif factor > 1 and self.model.sinks is not None:
             found.append(f"cla_share_factor {factor} does not go with sinks {self.model.sinks!r}: no family has both")
-        elif problems_of_latents := self._latent_problems():
-            found += problems_of_latents
+        elif problems_of_kinds := self._kind_problems():
+            found += problems_of_kinds
         elif self.lora is None:
             found = self.model_config().problems() + found
         else:
@@ -216,14 +232,23 @@ class TrainConfig:
             raise ConfigError("; ".join(found))
         return self
 
-    def _latent_problems(self) -> list[str]:
+    def _kind_problems(self) -> list[str]:
         shape = self.model
+        kinds = {
+            "cla_share_factor": shape.cla_share_factor > 1,
+            "sinks": shape.sinks is not None,
+            "latent": shape.latent is not None,
+            "hybrid": shape.hybrid is not None,
+        }
+        given = [name for name, is_given in kinds.items() if is_given]
+        if len(given) > 1 and set(given) & {"latent", "hybrid"}:
+            return [f"{given[-1]} does not go with {name}: no family has both" for name in given[:-1]]
+        if shape.hybrid is not None and (problem := checks.integer("hybrid interval", shape.hybrid.interval, 2)):
+            return [problem]
         if shape.latent is None:
             return []
         latent = LatentSpec(**dataclasses.asdict(shape.latent))
-        others = {"cla_share_factor": shape.cla_share_factor > 1, "sinks": shape.sinks is not None}
-        alone = [f"latent does not go with {name}: no family has both" for name, given in others.items() if given]
-        return latent.problems(1, latent.head_dim) + alone
+        return latent.problems(1, latent.head_dim)
 
     def _lora_problems(self, lora: LoraSettings) -> list[str]:
         problems = [
@@ -257,6 +282,13 @@ class TrainConfig:
         if not model.eos_ids:
             found.append(f"{self.init_from} has no end-of-text token")
         return found
+
+
+def _delta_rules(num_layers: int, interval: int, num_heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:
+    """Returns what a model's config has for gated delta rules and for Qwen3.5's attention."""
+    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
+    spec = DeltaRuleSpec(layers, num_heads, num_heads, key_dim, value_dim, eps=ModelConfig.norm_eps)
+    return {"recurrent": spec, "norm": "rms_plus_one", "qk_norm": "head", "out_gate": True}
 
 
 def _kv_layers(shape: dict[str, Any]) -> tuple[int, ...] | None:

@@ -14,6 +14,7 @@ import numpy as np
 from experiments.training.adapted_model import adapted_tokenizer
 from experiments.training.batches import Batches
 from experiments.training.settings import TrainConfig
+from experiments.training.to_hybrid import to_hybrid, with_decays
 from experiments.training.to_latents import to_latents
 from experiments.training.tokenizer import BOS_ID, load_tokenizer, train_tokenizer
 from ksana_jax.core.config import ConfigError, ModelConfig
@@ -25,13 +26,16 @@ from ksana_jax.models.params import Params, init_params
 logger = logging.getLogger(__name__)
 # Fields of a model that may differ from the weights' config: none changes the computation.
 _MAY_DIFFER = {"max_position", "bos_id", "eos_ids"}
-CONVERTED_WITH = 4  # batches whose hidden states weigh what latents keep
+CONVERTED_WITH = 4  # batches whose hidden states weigh what latents keep, and norms of a hybrid
+# What conversion to another kind of layers changes.
+_OF_LATENTS = ("family", "latent", "head_dim", "num_kv_heads", "attention_scale", "rope")
+_OF_HYBRIDS = ("family", "recurrent", "norm", "qk_norm", "out_gate")
 
 
 def first_params(config: TrainConfig, batches: Batches | None = None) -> Params:
     """Returns the weights before the first step. A model of fewer heads of keys and values than `init_from` starts from
     the means of heads that become one, as GQA's uptraining does (Ainslie et al., arXiv:2305.13245, section 2.1), one of
-    more heads from copies, one of latents from `to_latents`, which needs batches.
+    more heads from copies, one of latents or a hybrid from `to_latents` or `to_hybrid`, which need batches.
 
     Raises:
       ConfigError: the model of `init_from` has another shape, or its heads cannot be divided so.
@@ -39,12 +43,16 @@ def first_params(config: TrainConfig, batches: Batches | None = None) -> Params:
     """
     wanted = config.model_config()
     if config.init_from is None:
-        return init_params(wanted, config.seed)
+        params = init_params(wanted, config.seed)
+        return params if wanted.recurrent is None else with_decays(params, wanted)
     found, params = load_model(config.init_from)
-    if batches is not None and wanted.latent is not None and found.latent is None:
-        texts = np.concatenate([batches[step][0] for step in range(CONVERTED_WITH)])
-        params = to_latents(params, found, wanted, jnp.asarray(texts))
-        same = ("family", "latent", "head_dim", "num_kv_heads", "attention_scale", "rope")
+    to_hybrids = wanted.recurrent is not None and found.recurrent is None
+    if batches is not None and (to_hybrids or (wanted.latent is not None and found.latent is None)):
+        texts = jnp.asarray(np.concatenate([batches[step][0] for step in range(CONVERTED_WITH)]))
+        if to_hybrids:
+            params, same = to_hybrid(params, found, wanted, texts, config.seed), _OF_HYBRIDS
+        else:
+            params, same = to_latents(params, found, wanted, texts), _OF_LATENTS
         found = dataclasses.replace(found, **{name: getattr(wanted, name) for name in same})
     heads, asked = found.num_kv_heads, wanted.num_kv_heads
     if changes := heads != asked and max(heads, asked) % min(heads, asked) == 0:

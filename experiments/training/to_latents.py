@@ -37,12 +37,12 @@ def to_latents(params: Params, found: ModelConfig, wanted: ModelConfig, texts: j
             f"latents of heads of {head_dim} need plain + rotated {head_dim}, value {head_dim} and rope_theta {theta:g}"
             f", not {sizes[0]}, {sizes[1]} and {sizes[2]:g}"
         )
-    states = _hidden_states(params, found, texts)
+    states = hidden_states(params, found, texts)
     layers = [_layer(p, found, wanted, x) for p, x in zip(params.layers, states, strict=True)]
     return dataclasses.replace(params, layers=tuple(layers))
 
 
-def _hidden_states(params: Params, config: ModelConfig, texts: jax.Array) -> list[jax.Array]:
+def hidden_states(params: Params, config: ModelConfig, texts: jax.Array) -> list[jax.Array]:
     """Returns what each layer reads [sequences, T, D]."""
     x = embedded(params, texts, config=config)
     read = [x]

@@ -66,7 +66,7 @@ class PrefixIndex:
 
     Attributes:
       group_keys: `KVGroup.key` of each group. A block holds the layers of one group, so each has its own chains.
-      nodes, roots: by key.
+      nodes, roots: by key. cost: see above.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PrefixIndex:
         self.set_scope(scope or Scope())
         self.group_keys: Sequence[str] = ("",)
         self.nodes: dict[bytes, Node] = {}
-        self._digest, self._cost = digest, cost
+        self._digest, self.cost = digest, cost
         self.roots: dict[bytes, Node] = {}
         self._root_keys: dict[tuple[str, ...], bytes] = {}
         self._clock = 0
@@ -159,7 +159,7 @@ class PrefixIndex:
     def add(self, parent: Node, key: bytes, depth: int, tokens: bytes | None = None) -> Node:
         """Adds and returns a node; no other has its key. Without tokens, it is not found by them: zeros stand there."""
         tokens = bytes(4 * self.block_size) if tokens is None else tokens
-        now, cost = self.tick(), self._cost(depth * self.block_size)
+        now, cost = self.tick(), self.cost(depth * self.block_size)
         self.nodes[key] = node = Node(key, parent, tokens, depth, cost, now, now, group=parent.group, known=True)
         parent.num_children += 1
         return node

@@ -100,15 +100,18 @@ class StateSlots(DeviceTier):
 
     def cache(self, state: KVState, token_ids: np.ndarray, num_tokens: int, slot: int) -> None:
         """Caches a slot as the state after the first num_tokens tokens of a text, whole blocks of them, unless that is
-        cached already."""
+        cached already. Its cost is that of the tokens since the last state that is cached now."""
         index, node = self._index, self._index.root(state.salt, self.group)
         links = index.chain(token_ids, state.salt, state.links[self.group], num_tokens // index.block_size, self.group)
+        cost = 0.0
         for key, tokens in links[: num_tokens // index.block_size]:
+            cost = index.cost((node.depth + 1) * index.block_size) + (0.0 if node.is_stored else cost)
             before, node = node, index.child(node, tokens, key)
             if node is None:  # other content has the same key
                 index.drop_if_empty(before)
                 return
         if node.at[DEVICE] < 0:
+            node.cost = cost
             if not node.is_stored:
                 node.inserted = node.last_use = index.tick()
             self.keep(node, slot)

@@ -6,7 +6,6 @@ A step computes tokens of several texts, or parts of texts, packed one after the
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -292,12 +291,13 @@ def from_the_start(spec: RecurrentSpec) -> Recur:
     """Returns a `Recur` for whole texts x [..., T, D], whose states before them are zeros and are not kept."""
 
     def recur(layer: int, mix: Mix, x: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
-        length, num_texts = x.shape[-2], math.prod(x.shape[:-2])
-        arrays = spec.state(x.shape[-1]).items()
-        state = {name: jnp.zeros((num_texts, *shape), dtype or x.dtype) for name, (shape, dtype) in arrays}
-        text, nth = jnp.divmod(jnp.arange(num_texts * length), length)
-        tokens = TextTokens(text, nth, jnp.arange(1, num_texts + 1) * length - 1)
-        out, _ = mix.advance(*mix.project(x.reshape(-1, x.shape[-1])), state, tokens)
+        length, width = x.shape[-2:]
+        arrays = spec.state(width).items()
+        state = {name: jnp.zeros((1, *shape), dtype or x.dtype) for name, (shape, dtype) in arrays}
+        nth = jnp.arange(length)
+        tokens = TextTokens(jnp.zeros_like(nth), nth, nth[-1:])
+        # Texts side by side: a token of each in one operation.
+        out = jax.vmap(lambda text: mix.advance(*mix.project(text), state, tokens)[0])(x.reshape(-1, length, width))
         assert out is not None
         return out.reshape(*x.shape[:-1], -1), carried
 

@@ -73,10 +73,22 @@ class RowStates:
         num_prompt = (seq.num_prompt - 1) // size
         done = int(r.num_computed[row]) // size
         policy = self._policy if self._prefixes.enabled else None
-        at = None if policy is None else policy.next_block(done, num_prompt)
-        self._cache_at[row] = FAR if at is None or at <= done else at * size
+        found = [] if policy is None else [policy.next_block(done, num_prompt), self._fork(row)]
+        self._cache_at[row] = min((at * size for at in found if at is not None and at > done), default=FAR)
         last = seq.num_prompt - 1
         r.snapshot_at[row] = min(self._cache_at[row], last if seq.forks and r.num_computed[row] < last else FAR)
+
+    def _fork(self, row: int) -> int | None:
+        """Returns the blocks of a row's prompt whose keys and values were cached, if its state after them is due."""
+        seq = self._rows.seqs[row]
+        assert seq is not None and self._policy is not None
+        return seq.kv.reach[0] // self._size if self._policy.at_forks and seq.kv.reach else None
+
+    def _is_kept(self, row: int, num_tokens: int) -> bool:
+        """True if a snapshot of a row is cached although another may follow."""
+        seq, blocks = self._rows.seqs[row], num_tokens // self._size
+        assert seq is not None and self._policy is not None
+        return not self._policy.last_only or blocks < (seq.num_prompt - 1) // self._size or blocks == self._fork(row)
 
     def share(self, row: int, num_tokens: int) -> int | None:
         """Adds an owner to a row's state after some tokens, to which the row then writes no more: all that it has
@@ -116,8 +128,9 @@ class RowStates:
         """Lets other prompts wait for the next snapshot of a row, if its tokens are known."""
         r, seq = self._rows, self._rows.seqs[row]
         assert seq is not None
-        if self._cache_at[row] < seq.num_prompt:
-            self._prefixes.expect_state(seq.kv, r.token_ids[row], int(self._cache_at[row]) // self._size)
+        at = int(self._cache_at[row])
+        if at < seq.num_prompt and self._is_kept(row, at):
+            self._prefixes.expect_state(seq.kv, r.token_ids[row], at // self._size)
         else:
             self._prefixes.expect_no_more(seq.kv)
 
@@ -143,20 +156,33 @@ class RowStates:
         for row in list(self._pending):
             self._index(row)
 
-    def _index(self, row: int) -> None:
-        r, seq, waits = self._rows, self._rows.seqs[row], []
-        assert seq is not None
+    def _index(self, row: int, ends: bool = False) -> None:
+        """Caches the snapshots of a row whose tokens are known; the last of those that follow each other if it ends."""
+        r, waits, last = self._rows, [], None
         for num_tokens, slot in self._pending.pop(row):
             if num_tokens >= r.num_known[row]:
                 waits.append((num_tokens, slot))
-                continue
-            if seq.kv.cacheable:
-                self._slots.cache(seq.kv, r.token_ids[row], num_tokens, slot)
-            self._slots.give_back(slot)
+            elif self._is_kept(row, num_tokens):
+                self._cache(row, num_tokens, slot)
+            else:
+                if last is not None:
+                    self._slots.give_back(last[1])
+                last = num_tokens, slot
+        if last is not None and ends:
+            self._cache(row, *last)
+        elif last is not None:
+            waits.insert(0, last)
         if waits:
             self._pending[row] = waits
         else:
             self._expect(row)
+
+    def _cache(self, row: int, num_tokens: int, slot: int) -> None:
+        r, seq = self._rows, self._rows.seqs[row]
+        assert seq is not None
+        if seq.kv.cacheable:
+            self._slots.cache(seq.kv, r.token_ids[row], num_tokens, slot)
+        self._slots.give_back(slot)
 
     def leave(self, rows: np.ndarray) -> None:
         """Takes the slots of rows that end. Snapshots of tokens that are known stay."""
@@ -165,7 +191,7 @@ class RowStates:
             seq = r.seqs[row]
             assert seq is not None
             if row in self._pending and seq.finish_reason is not FinishReason.ERROR:
-                self._index(row)
+                self._index(row, ends=True)
             held = {int(r.state_from[row]), int(r.state_to[row])} - {FAR}
             for slot in [*held, *(slot for _, slot in self._pending.pop(row, []))]:
                 self._slots.give_back(slot)

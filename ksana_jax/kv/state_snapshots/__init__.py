@@ -14,7 +14,10 @@ from ksana_jax.kv.state_snapshots.base import SnapshotPolicy
 
 STATE_SNAPSHOTS: dict[str, str] = {
     "prompt_end": "ksana_jax.methods.state_snapshots.prompt_end:PromptEnd",
+    "request_end": "ksana_jax.methods.state_snapshots.request_end:RequestEnd",
     "every": "ksana_jax.methods.state_snapshots.every:Every",
+    "forks": "ksana_jax.methods.state_snapshots.forks:Forks",
+    "marconi": "ksana_jax.methods.state_snapshots.marconi:Marconi",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
@@ -17,8 +18,14 @@ class SnapshotPolicy(abc.ABC):
 
     num_slots: of the pool of states, one for each running row, snapshot and fork; None takes 2 * max_num_seqs, and
       3 * max_num_seqs with a prefix cache. With fewer, completions and beams of one prompt may compute it again.
+
+    Attributes:
+      at_forks: whether the state is cached, besides, after those blocks of a prompt whose keys and values were cached.
+      last_only: whether of the snapshots from the end of a prompt on, the last alone is cached, when the request ends.
     """
 
+    at_forks: ClassVar[bool] = False
+    last_only: ClassVar[bool] = False
     num_slots: int | None = None
 
     def __post_init__(self):

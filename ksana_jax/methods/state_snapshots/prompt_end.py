@@ -1,4 +1,4 @@
-"""Snapshots at the end of prompts, as SGLang takes them at the end of requests (its hybrid cache, level 2)."""
+"""Snapshots at the ends of prompts."""
 
 from __future__ import annotations
 
