@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +33,25 @@ class TextTokens(NamedTuple):
     last: jax.Array
 
 
+class StatesInPlace(ABC):
+    """States of a layer in the pool that has them, which operators of a device read and write there.
+
+    Each method computes what `Kind.mix` does after its products with weights: [T, W], and the pool's arrays.
+    """
+
+    @abstractmethod
+    def short_conv(self, given: jax.Array, p: Any) -> tuple[jax.Array, State]:
+        """given: [T, 3*D], b, c and x."""
+
+    @abstractmethod
+    def matrices(
+        self, p: Any, spec: Any, given: jax.Array, bias: jax.Array | None, others: Sequence[jax.Array], terms: OfInputs
+    ) -> tuple[jax.Array, State]:
+        """given: [T, C], q, k and v before their convolution. The others are arguments or inputs of `mix_matrices`."""
+
+
 # mix(x [T, D], state, tokens) -> (out [T, W], state): a recurrent layer between its norm and its output projection.
-Mix = Callable[[jax.Array, State, TextTokens], tuple[jax.Array, State]]
+Mix = Callable[[jax.Array, Any, TextTokens], tuple[jax.Array, State]]
 # recur(layer, mix, x [..., D], carried) -> (out [..., W], carried): calls mix with the states of a layer.
 Recur = Callable[[int, Mix, jax.Array, Any], tuple[jax.Array, Any]]
 
@@ -58,8 +76,11 @@ def short_conv_shapes(d_model: int, spec: ShortConvSpec) -> dict[str, tuple[int,
 def short_conv(p: Any, spec: ShortConvSpec, linear: Linear) -> Mix:
     """See `ShortConvSpec`."""
 
-    def mix(x: jax.Array, state: State, tokens: TextTokens) -> tuple[jax.Array, State]:
-        b, c, value = jnp.split(linear(x, p.w_in, p.b_in), 3, axis=-1)
+    def mix(x: jax.Array, state: State | StatesInPlace, tokens: TextTokens) -> tuple[jax.Array, State]:
+        given = linear(x, p.w_in, p.b_in)
+        if isinstance(state, StatesInPlace):
+            return state.short_conv(given, p)
+        b, c, value = jnp.split(given, 3, axis=-1)
         out, inputs = causal_conv(b * value, state["conv"], tokens, p.w_conv, p.b_conv)
         return c * out, {"conv": inputs}
 
@@ -162,14 +183,16 @@ def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms
     """Returns a layer with a matrix per head. Inputs of terms and result: convolved q, k and v [C] in the model's type;
     decay [Hv], gate [Hv*V] and beta [Hv] before their functions, in float32."""
 
-    def mix(x: jax.Array, state: State, tokens: TextTokens) -> tuple[jax.Array, State]:
+    def mix(x: jax.Array, state: State | StatesInPlace, tokens: TextTokens) -> tuple[jax.Array, State]:
         parts = [w for w in (p.w_q, p.w_k, p.w_v, p.w_qkv) if w is not None]
         inputs = jnp.concatenate([linear(x, w) for w in parts], axis=-1)
         taps = jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
         sizes = [len(p.w_conv_v), len(p.w_conv_v) + len(p.w_conv_k)]
         bias = None if p.b_conv is None else jnp.concatenate(jnp.split(p.b_conv, sizes)[::-1])
-        convolved, last_inputs = causal_conv(inputs, state["conv"], tokens, taps, bias)
         others = [linear(x, w).astype(jnp.float32) for w in (p.w_decay, p.w_out_gate, p.w_beta) if w is not None]
+        if isinstance(state, StatesInPlace):
+            return state.matrices(p, spec, inputs, bias, others, terms)
+        convolved, last_inputs = causal_conv(inputs, state["conv"], tokens, taps, bias)
         out, matrix = token_by_token(state["matrix"], tokens.text, (convolved, *others), terms, result)
         return out.astype(x.dtype), {"conv": last_inputs, "matrix": matrix}
 
