@@ -19,8 +19,12 @@ IMPLEMENTATION_NAMES = {
     "recurrent": ("native", "xla"),
 }
 # Those that compute each row of a step separately, and "auto", which then takes one of them.
-ROW_BY_ROW = {"attention": ("auto", "native"), "linear": ("auto", "packed", "native"), "norm": ("auto", "native")}
-ROW_BY_ROW["recurrent"] = ("auto", *IMPLEMENTATION_NAMES["recurrent"])
+ROW_BY_ROW = {
+    "attention": ("auto", "native"),
+    "linear": ("auto", "packed", "native"),
+    "norm": ("auto", "native"),
+    "recurrent": ("auto", "native"),
+}
 # Entry points of this group add implementations of attention from other packages, each under its own name.
 ATTENTION_GROUP = "ksana_jax.attention"
 
@@ -43,7 +47,7 @@ class OperatorSettings:
         norms, gated activations and residuals in one kernel each, where that is faster by its bytes; XLA the others.
       norm: norms, where "packed" does not compute them with its products. On a CPU "native" is C++.
       recurrent: recurrent layers between their products with weights. On a CPU "native" is C++, which updates states in
-        their pool. With both, numbers do not depend on how steps cut a text.
+        their pool. With either, numbers do not depend on how steps cut a text.
     """
 
     prefer: str = "speed"

@@ -24,8 +24,8 @@ from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.invariant import ROW_BY_ROW, check_invariant
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm, kinds_of
-from ksana_jax.ops.recurrent import choose_recurrent
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.recurrent import choose_recurrent
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.runner.compiling import compile_all, compiled, sought
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop

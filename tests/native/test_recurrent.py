@@ -82,7 +82,7 @@ class Case:
 
     def defined(self, tokens, conv, matrix):
         """Rows and states of one text in float64, from its states."""
-        (hk, h, k, v, kernel), heads, rows = self.dims, self.heads, []
+        (hk, h, k, v, _), heads, rows = self.dims, self.heads, []
         conv, matrix = np.array(conv, np.float64), np.array(matrix, np.float64)
         taps = np.concatenate([np.asarray(w, np.float64)[:, 0] for w in self.taps])
 
