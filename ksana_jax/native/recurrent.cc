@@ -164,7 +164,7 @@ Columns Updated(const float* from, int64_t stride, float* to, int64_t to_stride,
   return sum;
 }
 
-struct Scratch {
+struct HeadScratch {
   Lines<float> state, decays, keys;
   Taps taps;
 };
@@ -181,13 +181,13 @@ class MatricesCall {
   void Run(const Threads& threads) {
     const int64_t rows = RowJobs(), t = m_.texts.t;
     const int64_t work = 2 * t * m_.heads * m_.k * m_.v;
-    const auto job = [&](Scratch& scratch, size_t phase, int64_t index) {
+    const auto job = [&](HeadScratch& scratch, size_t phase, int64_t index) {
       if (phase == 0) ConvolveHead(scratch, index);
       else if (phase == 1) Recur(scratch, index);
       else
         for (int64_t token = index * t / rows; token < (index + 1) * t / rows; ++token) Finish(token);
     };
-    RunPhases(threads, {2 * m_.key_heads + m_.heads, m_.texts.r * m_.heads * blocks_, rows}, [] { return Scratch(); },
+    RunPhases(threads, {2 * m_.key_heads + m_.heads, m_.texts.r * m_.heads * blocks_, rows}, [] { return HeadScratch(); },
               job, work < kWorthThreads ? 1 : INT64_MAX);
   }
 
@@ -195,7 +195,7 @@ class MatricesCall {
   int64_t RowJobs() const { return (m_.texts.t * m_.heads * m_.v + kNumbersOfJob - 1) / kNumbersOfJob; }
 
   // Convolves a head of queries, keys or values in all texts.
-  void ConvolveHead(Scratch& scratch, int64_t index) {
+  void ConvolveHead(HeadScratch& scratch, int64_t index) {
     const int part = std::min<int64_t>(index / m_.key_heads, 2);
     const int64_t n = part == 2 ? m_.v : m_.k, at = (index - part * m_.key_heads) * n;
     const int64_t all = m_.AllChannels(), to = part * m_.Channels(0) + at;
@@ -228,7 +228,7 @@ class MatricesCall {
   }
 
   // Computes some columns of a head's state through the tokens of a text.
-  void Recur(Scratch& scratch, int64_t index) {
+  void Recur(HeadScratch& scratch, int64_t index) {
     const int64_t at = index % blocks_ * kColumns, head = index / blocks_ % m_.heads, text = index / blocks_ / m_.heads;
     const int64_t count = m_.texts.Count(text), first = m_.texts.Last(text) + 1 - count, width = std::min<int64_t>(kColumns, m_.v - at);
     if (count == 0) return;
@@ -252,7 +252,7 @@ class MatricesCall {
       std::copy_n(state + i * kColumns, width, after + offset + i * m_.v);
   }
 
-  void Token(Scratch& scratch, int64_t head, int64_t token, int64_t at, int64_t width, const float* from,
+  void Token(HeadScratch& scratch, int64_t head, int64_t token, int64_t at, int64_t width, const float* from,
              int64_t stride, float* to, int64_t to_stride) {
     const int64_t of_keys = m_.Channels(0), key_head = head / (m_.heads / m_.key_heads), n = m_.k;
     const float* queries = m_.convolved + token * m_.AllChannels() + key_head * n;
