@@ -22,7 +22,7 @@ WITH, WITHOUT = "with cache", "without"
 @dataclasses.dataclass
 class Chat(Bench):
     """Measures the time to the first token of the last turn of a chat, whose prompt is all that was said before and a
-    new question, with a prefix cache and without, of models beside each other. Questions are random tokens."""
+    new question, with a prefix cache and without, for several models. Questions are random tokens."""
 
     models: tuple[str, ...] = option(("qwen3.5-135m", "llama-135m"), "models; those without weights get random ones")
     dtype: str = option("f32", "f32, bf16 or f16")
