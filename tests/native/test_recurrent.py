@@ -1,6 +1,7 @@
 """Recurrent layers in C++: against their definition in float64, against XLA's, and the bits of prompts in parts."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from tests.machine import compiled, no_compiler
 
 pytestmark = [compiled, pytest.mark.usefixtures("each_machine")]
 LAYER, SLOTS, LAYERS = 1, 9, 3
-# Key heads, heads, key and value dims, kernel: smaller than a register; and of a whole and a part of a block of columns.
+# Key heads, heads, key and value dims, kernel: smaller than a register, and a block of columns and a part.
 DIMS = {"small": (1, 2, 6, 4, 2), "odd": (2, 4, 19, 45, 4)}
 KINDS = {
     "delta": {"delta": True},
@@ -94,7 +95,7 @@ class Case:
             x = rounded((conv * taps.T).sum(0) + (0 if self.bias is None else np.asarray(self.bias, np.float64)))
             x, conv = x / (1 + np.exp(-x)), conv[1:]
             q, key = (np.repeat(part.reshape(hk, k), h // hk, 0) for part in np.split(x[: 2 * hk * k], 2))
-            value, beta = x[2 * hk * k :].reshape(h, v), np.float64(heads.beta[token])[:, None]
+            value, beta = x[2 * hk * k :].reshape(h, v), np.asarray(heads.beta[token], np.float64)[:, None]
             if heads.delta:
                 q, key = (part / np.sqrt((part**2).sum(1, keepdims=True) + 1e-6) for part in (q, key))
                 q /= np.sqrt(k)
@@ -104,7 +105,7 @@ class Case:
             out, gate = np.einsum("hkv,hk->hv", matrix, q), np.float64(heads.gate[token]).reshape(h, v)
             gate = 1 / (1 + np.exp(-gate)) * (1 if heads.sigmoid else gate)
             if heads.gate_first:
-                out = (out + np.float64(heads.skip)[:, None] * value) * gate
+                out = (out + np.asarray(heads.skip, np.float64)[:, None] * value) * gate
             out = out.reshape(heads.groups, -1)
             out /= np.sqrt((out**2).mean(1, keepdims=True) + heads.eps)
             out = out.reshape(h, v) * np.broadcast_to(np.asarray(heads.norm, np.float64).reshape(-1, v), (h, v))
@@ -127,7 +128,7 @@ def test_heads_are_those_of_float64(kind, dims, dtype):
         before = [pool[source, LAYER] if source < SLOTS else 0 * pool[0, 0] for pool in case.pools]
         rows, *after = case.defined(range(start, start + length), *before)
         # A rounding of the model's type in the end; in float32, sums of up to 64 products and 17 tokens.
-        tolerance = {"rtol": 2.0**-8, "atol": 1e-5} if dtype == "bfloat16" else {"rtol": 0, "atol": 1e-5}
+        tolerance: Any = {"rtol": 2.0**-8, "atol": 1e-5} if dtype == "bfloat16" else {"rtol": 0, "atol": 1e-5}
         spread = rows.std()
         found = y[places][start : start + length]
         np.testing.assert_allclose(found / spread, rows / spread, **tolerance)
@@ -226,9 +227,15 @@ def test_each_cut_of_a_short_convolution_gives_the_same_bits(dtype):
 
 def test_arguments_that_do_not_fit_each_other_are_refused():
     case, (texts, _) = Case("mamba", DIMS["odd"], "float32", 4), texts_of((4,), ((1, 1),), padding=0)
-    arguments = {"given": case.given, "taps": case.taps, "bias": case.bias, "heads": case.heads, "pools": case.pools}
+    arguments: Any = {
+        "given": case.given,
+        "taps": case.taps,
+        "bias": case.bias,
+        "heads": case.heads,
+        "pools": case.pools,
+    }
 
-    def refused(match, error=ValueError, **changed):
+    def refused(match, error: Any = ValueError, **changed):
         with pytest.raises(error, match=match):
             recur(**arguments | {"texts": texts} | changed)
 
