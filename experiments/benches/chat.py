@@ -77,7 +77,7 @@ class Chat(Bench):
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         """Compares the first tokens with and without the cache."""
-        seconds = {row.label: row.mean("first_token_s") for row in rows if row.mean("first_token_s")}
+        seconds = {row.label: found for row in rows if (found := row.mean("first_token_s"))}
         ratios = {
             model: seconds[f"{model}, {WITH}"] / seconds[f"{model}, {WITHOUT}"]
             for model in self.models

@@ -29,11 +29,14 @@ class NativeStates(StatesInPlace):
     ) -> tuple[jax.Array, State]:
         # XLA computes decays and betas, functions of single numbers, and drops the terms that C++ computes.
         found = jax.vmap(terms)((jnp.zeros_like(given), *others))
+        beta = found.beta
         of_heads = (len(given), spec.num_value_heads, -1)
         decay, is_mamba = jnp.exp(found.g).reshape(of_heads), isinstance(spec, Mamba2Spec)
+        if beta is None:
+            beta = jax.nn.softplus(others[0] + p.b_decay)  # Mamba-2's dt, which its terms multiply v by
         heads = Heads(
             decay,
-            jax.nn.softplus(others[0] + p.b_decay) if is_mamba else found.beta,
+            beta,
             others[1],
             p.delta_norm,
             spec.eps,

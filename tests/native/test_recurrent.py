@@ -226,14 +226,9 @@ def test_each_cut_of_a_short_convolution_gives_the_same_bits(dtype):
 
 
 def test_arguments_that_do_not_fit_each_other_are_refused():
-    case, (texts, _) = Case("mamba", DIMS["odd"], "float32", 4), texts_of((4,), ((1, 1),), padding=0)
-    arguments: Any = {
-        "given": case.given,
-        "taps": case.taps,
-        "bias": case.bias,
-        "heads": case.heads,
-        "pools": case.pools,
-    }
+    case: Any = Case("mamba", DIMS["odd"], "float32", 4)
+    texts, _ = texts_of((4,), ((1, 1),), padding=0)
+    arguments: Any = {name: getattr(case, name) for name in ("given", "taps", "bias", "heads", "pools")}
 
     def refused(match, error: Any = ValueError, **changed):
         with pytest.raises(error, match=match):
