@@ -16,9 +16,15 @@ IMPLEMENTATION_NAMES = {
     "attention": ("hopper", "triton", "native", "xla"),
     "linear": ("packed", "mixed", "native", "hopper", "xla"),
     "norm": ("native", "xla"),
+    "recurrent": ("native", "xla"),
 }
 # Those that compute each row of a step separately, and "auto", which then takes one of them.
-ROW_BY_ROW = {"attention": ("auto", "native"), "linear": ("auto", "packed", "native"), "norm": ("auto", "native")}
+ROW_BY_ROW = {
+    "attention": ("auto", "native"),
+    "linear": ("auto", "packed", "native"),
+    "norm": ("auto", "native"),
+    "recurrent": ("auto", "native"),
+}
 # Entry points of this group add implementations of attention from other packages, each under its own name.
 ATTENTION_GROUP = "ksana_jax.attention"
 
@@ -40,12 +46,15 @@ class OperatorSettings:
         rows. On a Hopper GPU "hopper" computes, in bfloat16 and for up to 64 tokens of a step, products together with
         norms, gated activations and residuals in one kernel each, where that is faster by its bytes; XLA the others.
       norm: norms, where "packed" does not compute them with its products. On a CPU "native" is C++.
+      recurrent: recurrent layers between their products with weights. On a CPU "native" is C++, which updates states in
+        their pool. With either, numbers do not depend on how steps cut a text.
     """
 
     prefer: str = "speed"
     attention: str = "auto"
     linear: str = "auto"
     norm: str = "auto"
+    recurrent: str = "auto"
 
     def __post_init__(self):
         checks.require(*map(self._problem, IMPLEMENTATION_NAMES), error=ConfigError)

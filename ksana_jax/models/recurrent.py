@@ -6,6 +6,7 @@ A step computes tokens of several texts, or parts of texts, packed one after the
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,23 @@ class TextTokens(NamedTuple):
     last: jax.Array
 
 
+class StatesInPlace(ABC):
+    """States of a layer in the pool that has them, which operators of a device read and write there.
+
+    Each method computes what `Mix.advance` does, [T, W], and returns the pool's arrays with it.
+    """
+
+    @abstractmethod
+    def short_conv(self, inputs: State, gate: jax.Array | None, p: Any) -> tuple[jax.Array, State]:
+        """Advances short convolutions."""
+
+    @abstractmethod
+    def matrices(
+        self, inputs: State, gate: jax.Array | None, p: Any, spec: Any, bias: jax.Array | None, terms: OfInputs
+    ) -> tuple[jax.Array, State]:
+        """Advances states with a matrix per head. bias, terms: see `mix_matrices`."""
+
+
 class Mix(NamedTuple):
     """A recurrent layer between its norm and its output projection, in two parts.
 
@@ -41,7 +59,7 @@ class Mix(NamedTuple):
     """
 
     project: Callable[[jax.Array], tuple[State, jax.Array]]
-    advance: Callable[[State, jax.Array | None, State, TextTokens], tuple[jax.Array | None, State]]
+    advance: Callable[[State, jax.Array | None, Any, TextTokens], tuple[jax.Array | None, State]]
 
 
 # recur(layer, mix, x [..., D], carried) -> (out [..., W], carried): calls mix with the states of a layer.
@@ -72,7 +90,9 @@ def short_conv(p: Any, spec: ShortConvSpec, linear: Linear) -> Mix:
         b, c, value = jnp.split(linear(x, p.w_in, p.b_in), 3, axis=-1)
         return {"conv": b * value}, c
 
-    def advance(inputs: State, gate: jax.Array | None, state: State, tokens: TextTokens):
+    def advance(inputs: State, gate: jax.Array | None, state: State | StatesInPlace, tokens: TextTokens):
+        if isinstance(state, StatesInPlace):
+            return state.short_conv(inputs, gate, p)
         out, newest = causal_conv(inputs["conv"], state["conv"], tokens, p.w_conv, p.b_conv)
         return None if gate is None else gate * out, {"conv": newest}
 
@@ -199,21 +219,21 @@ def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms
             inputs |= {} if w is None else {name: product(x, a, w).astype(jnp.float32)}
         return inputs, product(x, p.w_out_gate_a, p.w_out_gate)
 
-    def advance(inputs: State, gate: jax.Array | None, state: State, tokens: TextTokens):
+    def advance(inputs: State, gate: jax.Array | None, state: State | StatesInPlace, tokens: TextTokens):
+        taps = jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
+        sizes = [len(p.w_conv_v), len(p.w_conv_v) + len(p.w_conv_k)]
+        bias = None if p.b_conv is None else jnp.concatenate(jnp.split(p.b_conv, sizes)[::-1])
+        gate = None if gate is None else gate.astype(jnp.float32)
+        if isinstance(state, StatesInPlace):
+            return state.matrices(inputs, gate, p, spec, bias, terms)
         if (count := len(tokens.text)) == 1:  # XLA would compile no loop, and round otherwise: add a token of no text
             inputs, gate, nth = jax.tree.map(
                 lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)), (inputs, gate, tokens.nth)
             )
             tokens = TextTokens(jnp.pad(tokens.text, (0, 1), constant_values=FAR), nth, tokens.last)
-        taps = jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
-        sizes = [len(p.w_conv_v), len(p.w_conv_v) + len(p.w_conv_k)]
-        bias = None if p.b_conv is None else jnp.concatenate(jnp.split(p.b_conv, sizes)[::-1])
         convolved, newest = causal_conv(inputs["conv"], state["conv"], tokens, taps, bias)
-        given, wide = (
-            (convolved, inputs["decay"], inputs.get("beta")),
-            gate if gate is None else gate.astype(jnp.float32),
-        )
-        out, matrix = token_by_token(state["matrix"], tokens.text, given, wide, terms, result)
+        given = convolved, inputs["decay"], inputs.get("beta")
+        out, matrix = token_by_token(state["matrix"], tokens.text, given, gate, terms, result)
         return out if out is None else out[:count].astype(convolved.dtype), {"conv": newest, "matrix": matrix}
 
     return Mix(project, advance)

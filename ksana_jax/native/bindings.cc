@@ -236,6 +236,52 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
   return ffi::Error::Success();
 }
 
+Texts TextsOf(const ffi::Buffer<ffi::S32>& of_texts, const ffi::Buffer<ffi::S32>& of_tokens) {
+  return {static_cast<int64_t>(of_tokens.dimensions()[1]), static_cast<int64_t>(of_texts.dimensions()[1]),
+          of_texts.typed_data(), of_tokens.typed_data()};
+}
+
+// Pools are changed in place: each is an argument and a result.
+ffi::Error ShortConvCall(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer taps,
+                         ffi::AnyBuffer bias, ffi::Buffer<ffi::S32> of_texts, ffi::Buffer<ffi::S32> of_tokens,
+                         ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> pool,
+                         int32_t stored) {
+  if (!IsEither(stored)) return NeitherType();
+  const auto dims = pool->dimensions();
+  ShortConv s{};
+  s.texts = TextsOf(of_texts, of_tokens);
+  s.d = dims[3], s.kernel = dims[2] + 1, s.slots = dims[0], s.layers = dims[1], s.layer = *layer.typed_data();
+  s.x = Data(x), s.gate = Data(gate), s.taps = Data(taps), s.bias = Data(bias), s.pool = Data(pool), s.y = Data(y);
+  Convolve(s, static_cast<Stored>(stored), Of(threads));
+  return ffi::Error::Success();
+}
+
+ffi::Error MatricesCall(ffi::ThreadPool threads, ffi::AnyBuffer given, ffi::AnyBuffer q_taps,
+                        ffi::AnyBuffer k_taps, ffi::AnyBuffer v_taps, ffi::AnyBuffer bias,
+                        ffi::Buffer<ffi::F32> decay, ffi::Buffer<ffi::F32> beta, ffi::Buffer<ffi::F32> gate,
+                        ffi::AnyBuffer norm, ffi::Buffer<ffi::F32> skip, ffi::Buffer<ffi::S32> of_texts,
+                        ffi::Buffer<ffi::S32> of_tokens, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer,
+                        ffi::Buffer<ffi::F32>, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> convs,
+                        ffi::Result<ffi::Buffer<ffi::F32>> matrices, ffi::Result<ffi::Buffer<ffi::F32>> convolved,
+                        ffi::Result<ffi::Buffer<ffi::F32>> read, int32_t stored, int32_t groups, bool delta,
+                        bool gate_first, bool sigmoid, float eps) {
+  if (!IsEither(stored)) return NeitherType();
+  const auto dims = matrices->dimensions();
+  Matrices m{};
+  m.texts = TextsOf(of_texts, of_tokens);
+  m.slots = dims[0], m.layers = dims[1], m.heads = dims[2], m.k = dims[3], m.v = dims[4];
+  m.layer = *layer.typed_data(), m.kernel = convs->dimensions()[2] + 1, m.key_heads = (given.dimensions()[1] - m.heads * m.v) / (2 * m.k);
+  m.given = Data(given);
+  m.taps[0] = Data(q_taps), m.taps[1] = Data(k_taps), m.taps[2] = Data(v_taps), m.bias = Data(bias);
+  m.decay = decay.typed_data(), m.decay_channels = decay.dimensions()[2], m.beta = beta.typed_data();
+  m.gate = gate.typed_data(), m.norm = Data(norm), m.skip = OrNull(skip), m.groups = groups, m.eps = eps;
+  m.delta = delta, m.gate_first = gate_first, m.sigmoid = sigmoid;
+  m.conv_pool = Data(convs), m.matrix_pool = matrices->typed_data();
+  m.convolved = convolved->typed_data(), m.read = read->typed_data(), m.y = Data(y);
+  Recur(m, static_cast<Stored>(stored), Of(threads));
+  return ffi::Error::Success();
+}
+
 ffi::Error ZerosCall(ffi::Result<ffi::AnyBuffer> out) {
   Zero(Data(out), out->size_bytes());
   return ffi::Error::Success();
@@ -374,5 +420,50 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rest_of_layer, ksana::RestCall,
                                   .Attr<int32_t>("activation")
                                   .Attr<float>("eps")
                                   .Attr<bool>("plus_one"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_short_conv, ksana::ShortConvCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()                // x
+                                  .Arg<ksana::ffi::AnyBuffer>()                // gate
+                                  .Arg<ksana::ffi::AnyBuffer>()                // taps
+                                  .Arg<ksana::ffi::AnyBuffer>()                // bias
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()  // of texts
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()  // of tokens
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()  // layer
+                                  .Arg<ksana::ffi::AnyBuffer>()                // pool of inputs
+                                  .Ret<ksana::ffi::AnyBuffer>()                // y
+                                  .Ret<ksana::ffi::AnyBuffer>()                // pool of inputs
+                                  .Attr<int32_t>("stored"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_recur, ksana::MatricesCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()                // queries, keys and values
+                                  .Arg<ksana::ffi::AnyBuffer>()                // their taps
+                                  .Arg<ksana::ffi::AnyBuffer>()
+                                  .Arg<ksana::ffi::AnyBuffer>()
+                                  .Arg<ksana::ffi::AnyBuffer>()                // bias of all
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // decay
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // beta
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // gate
+                                  .Arg<ksana::ffi::AnyBuffer>()                // weight of the norm
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // skip
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()  // of texts
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()  // of tokens
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()  // layer
+                                  .Arg<ksana::ffi::AnyBuffer>()                // pool of inputs
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // pool of matrices
+                                  .Ret<ksana::ffi::AnyBuffer>()                // y
+                                  .Ret<ksana::ffi::AnyBuffer>()                // pools
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()  // room for what is convolved
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()  // and read
+                                  .Attr<int32_t>("stored")
+                                  .Attr<int32_t>("groups")
+                                  .Attr<bool>("delta")
+                                  .Attr<bool>("gate_first")
+                                  .Attr<bool>("sigmoid")
+                                  .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_zeros, ksana::ZerosCall, ksana::ffi::Ffi::Bind().Ret<ksana::ffi::AnyBuffer>());

@@ -5,6 +5,7 @@
 #include "norm.h"
 #include "numbers.h"
 #include "packed.h"
+#include "recurrent.h"
 #include "threads.h"
 
 namespace ksana {
@@ -79,6 +80,8 @@ void NormRows(const Kind& norm, int64_t t, const char* x, char* y, Stored stored
 void BlocksOfGroups(const GroupedBlocks& grouped, Stored stored, const Threads& threads);
 void Project(const Projections& projections, Stored stored, const Threads& threads);
 void RunRest(const Rest& rest, Stored stored, const Threads& threads);
+void Convolve(const ShortConv& conv, Stored stored, const Threads& threads);
+void Recur(const Matrices& matrices, Stored stored, const Threads& threads);
 void Zero(char* out, int64_t size);
 
 }  // namespace ksana

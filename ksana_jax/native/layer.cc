@@ -57,10 +57,7 @@ void PanelJob(const Packed& w, int64_t t, int64_t index, const Rows<typename Typ
 }
 
 Floats Activated(Floats x, Activation activation) {
-  if (activation == kSilu) {
-    const Floats most = All(80.0f), y = -x;
-    return x / (1.0f + Exp(y > most ? most : y));
-  }
+  if (activation == kSilu) return Silu(x);
   return 0.5f * x * (1.0f + Tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 

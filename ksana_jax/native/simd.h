@@ -143,6 +143,17 @@ inline Floats Exp(Floats x) {
   return vanishes ? All(0.0f) : p * power;
 }
 
+// 1 / (1 + exp(-x)).
+inline Floats Sigmoid(Floats x) {
+  const Floats most = All(80.0f), y = -x;
+  return 1.0f / (1.0f + Exp(y > most ? most : y));
+}
+
+inline Floats Silu(Floats x) {
+  const Floats most = All(80.0f), y = -x;
+  return x / (1.0f + Exp(y > most ? most : y));
+}
+
 // tanh(x) = 1 - 2 / (exp(2 x) + 1).
 inline Floats Tanh(Floats x) {
   const Floats most = All(20.0f);

@@ -20,7 +20,7 @@ STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3, "ui
 
 # Functions of bindings.cc that steps call.
 SYMBOLS = ("ksana_attend", "ksana_linear", "ksana_rms_norm", "ksana_layer_norm", "ksana_project", "ksana_rest_of_layer")
-SYMBOLS += ("ksana_grouped_linear", "ksana_grouped_blocks")
+SYMBOLS += ("ksana_grouped_linear", "ksana_grouped_blocks", "ksana_short_conv", "ksana_recur")
 
 
 def register_targets() -> None:

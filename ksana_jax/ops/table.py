@@ -10,14 +10,15 @@ from ksana_jax.core.operator_settings import AUTO, OperatorSettings
 from ksana_jax.ops.implementations import choose, implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 from ksana_jax.ops.norm import NORM_IMPLEMENTATIONS, choose_norm, kinds_of
+from ksana_jax.ops.recurrent import RECURRENT_IMPLEMENTATIONS, choose_recurrent
 from ksana_jax.ops.requirements import Requirements
 
 
 class OperatorRow(NamedTuple):
     """One implementation of one operator.
 
-    operator: "attention", "kv_write", "linear" (products with weights), "norm" or "sampling". name: of the
-    implementation. needs: hardware and software that it runs on.
+    operator: "attention", "kv_write", "linear" (products with weights), "norm", "sampling" or, of models with such
+      layers, "recurrent". name: of the implementation. needs: hardware and software that it runs on.
     used: whether the engine takes it. unsupported: why it cannot serve here, or None.
     """
 
@@ -45,6 +46,7 @@ def operator_table(
         "kv_write": attention,
         "linear": choose_linear(needs.platform, dtype, settings.linear, compute_capability=capability).name,
         "norm": choose_norm(needs.platform, dtype, kinds_of(config), settings.norm).name,
+        "recurrent": choose_recurrent(needs.platform, dtype, settings.recurrent).name if config.recurrent else None,
     }
     rows = [
         OperatorRow(operator, found.name, found.needs, found.name == used[operator], why)
@@ -72,3 +74,5 @@ def _implementations(config: ModelConfig, needs: Requirements, dtype: str) -> It
         yield from ((operator, i, i.unsupported(needs)) for i in implementations())
     yield from (("linear", i, i.why_not(platform, dtype, capability)) for i in LINEAR_IMPLEMENTATIONS)
     yield from (("norm", i, i.unsupported(platform, dtype, kinds)) for i in NORM_IMPLEMENTATIONS)
+    if config.recurrent is not None:
+        yield from (("recurrent", i, i.unsupported(platform, dtype)) for i in RECURRENT_IMPLEMENTATIONS)

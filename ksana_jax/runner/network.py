@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.methods.steering import steered
 from ksana_jax.models.operators import Operators
+from ksana_jax.models.recurrent import StatesInPlace
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import final_norm, run_layers, sink_logits
 from ksana_jax.ops.by_head import attend_by_head
@@ -45,6 +47,7 @@ class Network:
     observers, selections: for each layer the eviction method and the selection method, None without.
     operators: implementations of products with weights and of norms.
     tuning: of the platform. features: that programs may use on the devices.
+    states_in_place: of the implementation of recurrent layers, see `ops.states.paged_recur`.
     """
 
     config: ModelConfig
@@ -60,6 +63,7 @@ class Network:
     tuning: Tuning
     placement: Placement
     features: Features
+    states_in_place: Callable[..., StatesInPlace] | None = None
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -153,7 +157,7 @@ def through(ps, cache, x, of_group, angles, patterns, places, *, network: Networ
     operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)
     settings: dict[str, Any] = {"specs": [layer.spec for layer in layers[::each]], "operators": operators}
     if layers[0].batch.states is not None:
-        settings["recur"] = paged_recur(layers, shape)
+        settings["recur"] = paged_recur(layers, shape, network.states_in_place)
     if (steering := layers[0].batch.steering) is not None:
         numbers = [layer // each for *_, layer in places[::each]]
         attend, settings["after_layer"] = steered(attend, steering, numbers, operators.of_heads, jnp)

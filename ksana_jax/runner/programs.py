@@ -25,6 +25,7 @@ from ksana_jax.ops.invariant import ROW_BY_ROW, check_invariant
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm, kinds_of
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.recurrent import choose_recurrent
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.runner.compiling import compile_all, compiled, sought
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop
@@ -129,6 +130,7 @@ class ModelPrograms:
         given |= {"in_blocks": bool(config.kept), "compute_capability": needs.compute_capability}
         self.products = choose_linear(self.platform, dtype, settings.linear, **given)
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
+        recurrent = config.recurrent and choose_recurrent(self.platform, dtype, settings.recurrent)
         self.operators: Operators = placement.operators(self.products.operators(norms.load()))
         self.params = self.weights(params, consume=consume_params)
         self.num_repositioned_sinks, self.ropes = max_repositioned_sinks, layer_ropes(config, max_model_len)
@@ -154,6 +156,7 @@ class ModelPrograms:
             self._tuning,
             placement,
             placement.features,
+            recurrent and recurrent.load(),
         )
         self.head = OutputHead(config, self.operators, placement, placement.vocabulary(config))
         self._compiled: dict[Any, Callable] = {} if programs is None else programs

@@ -59,7 +59,8 @@ def advance_states(params, cache, inputs, states, accepted, *, network: Network,
         count, width = key.part
         accepted = num_before(accepted[: count * width].reshape(count, width))
     linear = network.operators.linear
-    return (advanced(cache, inputs, states, accepted, key.part.width, params.layers, network.config, linear),)
+    layers, in_place = (params.layers, network.config), network.states_in_place
+    return (advanced(cache, inputs, states, accepted, key.part.width, *layers, linear, in_place),)
 
 
 def verify_step(runner: Any, step: StepInput, inputs: Any, hidden: jax.Array, asked: Any, num_top: int | None) -> Any:

@@ -10,7 +10,8 @@ import pytest
 from ksana_jax.native import build
 from ksana_jax.native.compiler import compiler_command
 
-TESTS = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("blocks", "kernel", "layer", "linear", "norm")]
+NAMES = ("blocks", "kernel", "layer", "linear", "norm", "recurrent")
+TESTS = [str(Path(__file__).with_name(f"test_{name}.py")) for name in NAMES]
 RUN = """
 import sys
 import pytest

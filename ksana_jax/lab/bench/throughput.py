@@ -139,6 +139,8 @@ class Throughput(Bench):
 
         if self.llms[OURS].model_config.experts is not None:
             raise Unavailable("absent, a step reads only the experts that its tokens choose")
+        if self.llms[OURS].model_config.recurrent is not None:
+            raise Unavailable("absent, it does not count the states of recurrent layers")
         rates = measure_rates(self.dtype)
         llm, read = self.llms[OURS], None
         if self.quantization is not None:
