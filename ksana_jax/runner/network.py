@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.methods.steering import steered
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.recurrent import StatesInPlace
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import final_norm, run_layers, sink_logits
 from ksana_jax.ops.by_head import attend_by_head
@@ -47,7 +45,7 @@ class Network:
     observers, selections: for each layer the eviction method and the selection method, None without.
     operators: implementations of products with weights and of norms.
     tuning: of the platform. features: that programs may use on the devices.
-    states_in_place: of the implementation of recurrent layers, see `ops.states.paged_recur`.
+    states_in_place: see `paged_recur`.
     """
 
     config: ModelConfig
@@ -63,7 +61,7 @@ class Network:
     tuning: Tuning
     placement: Placement
     features: Features
-    states_in_place: Callable[..., StatesInPlace] | None = None
+    states_in_place: Any = None
 
     @property
     def kinds(self) -> tuple[int, ...]:
