@@ -28,6 +28,12 @@ class Rope(NamedTuple):
         """Rotates x [..., heads, H] by angles [..., H/2]; i pairs with i + H/2, as in Hugging Face checkpoints."""
         return _rotate(x, angles, self.scale)
 
+    def rotate_first(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], dims: int) -> jax.Array:
+        """Rotates the first dims numbers of x [..., heads, D] by the first angles; i pairs with i + dims/2."""
+        scale = self.scale[: dims // 2] if isinstance(self.scale, np.ndarray) else self.scale
+        first = _rotate(x[..., :dims], tuple(a[..., : dims // 2] for a in angles), scale)
+        return jnp.concatenate([first, x[..., dims:]], axis=-1)
+
     def rotate_further(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Rotates vectors that are already rotated and scaled, without scaling them again."""
         return _rotate(x, angles, 1.0)

@@ -22,6 +22,7 @@ import torch
 from golden_configs import CASES, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mistral4 import Mistral4ForCausalLM
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -80,12 +81,23 @@ def load(folder: Path):
         module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
     # transformers 5.24.0 adds ALiBi twice in Falcon's eager attention.
     attention = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+    return class_of(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+
+
+def class_of(folder: Path):
+    # transformers 5.24.0 has no entry for Mistral 4.
+    is_listed = "Mistral4" not in (folder / "config.json").read_text()
+    return AutoModelForCausalLM if is_listed else Mistral4ForCausalLM
 
 
 def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) -> None:
     """Random weights under the names that transformers saves them with, rounded to the stored dtype."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    config = AutoConfig.from_pretrained(folder)
+    model = (
+        AutoModelForCausalLM.from_config(config)
+        if class_of(folder) is AutoModelForCausalLM
+        else Mistral4ForCausalLM(config)
+    )
     with tempfile.TemporaryDirectory() as scratch:
         model.save_pretrained(scratch)
         saved = load_file(Path(scratch, "model.safetensors"))

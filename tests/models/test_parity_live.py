@@ -9,7 +9,7 @@ import pytest
 
 from ksana_jax import LLM, PoolingParams
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, IndexerSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.loading import export_hf, load_model
@@ -218,6 +218,11 @@ EXPORTED = {
     "deepseek_v3": dataclasses.replace(
         LATENT,
         **{"family": "deepseek_v3", "mlp": "swiglu_experts", "d_ff": 12, "experts": SIGMOID, "attention_scale": 0.25},
+    ),
+    "deepseek_v32": dataclasses.replace(
+        LATENT,
+        **{"family": "deepseek_v32", "mlp": "swiglu_experts", "d_ff": 12, "experts": SIGMOID, "attention_scale": 0.25},
+        latent=LatentSpec(24, 8, 8, 10, 12, indexer=IndexerSpec(16, 12, 20)),
     ),
     "glm4_moe_lite": dataclasses.replace(
         LATENT,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, IndexerSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
@@ -152,6 +152,10 @@ WRITABLE = [
     ),
     ModelConfig(**LATENT, family="youtu", attention_scale=16**-0.5, rope=RopeConfig(partial_rotary_factor=PART)),
     ModelConfig(**LATENT | ROUTED, family="deepseek_v3", attention_scale=16**-0.5, rope=LATENT_ROPE),
+    ModelConfig(
+        **LATENT | ROUTED | {"latent": LatentSpec(24, 8, 8, 10, 12, indexer=IndexerSpec(4, 16, 100))},
+        **{"family": "deepseek_v32", "attention_scale": 16**-0.5, "rope": LATENT_ROPE},
+    ),
     ModelConfig(**LATENT | ROUTED, family="glm4_moe_lite", attention_scale=16**-0.5 * MSCALE**2, rope=LATENT_YARN),
     ModelConfig(
         **LATENT | ROUTED | {"experts": ExpertsSpec(8, 2, False, 64, num_groups=2, shared_gate=False, factor=16.0)},

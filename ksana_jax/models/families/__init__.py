@@ -11,7 +11,7 @@ from typing import Any
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.models.families.cohere import COHERE, COHERE2
-from ksana_jax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from ksana_jax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
 from ksana_jax.models.families.falcon import FALCON
 from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.gemma import GEMMA
@@ -86,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
         GLM4_MOE_LITE,
         YOUTU,
         MINICPM3,

@@ -292,8 +292,8 @@ def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
     return otherwise
 
 
-def refuse_windows(fields: Fields) -> None:
-    """Records a problem if a config asks for sliding layers and its family has none.
+def refuse_windows(fields: Fields, only: str = "full_attention") -> None:
+    """Records a problem if a config asks for sliding layers and its family has none; only: the kind of all its layers.
 
     transformers ignores these fields in such a config, but the author of the file expects a window.
     """
@@ -301,8 +301,8 @@ def refuse_windows(fields: Fields) -> None:
         "sliding_window", (), "supported by mistral, ministral, qwen2, qwen3, gemma2, gemma3_text, olmo3, phi3"
     )
     kinds = fields.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        fields.problem("layer_types", kinds, "supported: full_attention")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != only for kind in kinds)):
+        fields.problem("layer_types", kinds, f"supported: {only}")
 
 
 def one_or_each(values: Sequence[T]) -> T | tuple[T, ...]:
