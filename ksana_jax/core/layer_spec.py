@@ -180,6 +180,8 @@ class AttentionSpec:
       `ModelConfig.kv_layers`.
     latent: how keys and values follow from a latent; None if they are products of hidden states.
     out_gate: the result is multiplied by the sigmoid of a product of the layer's input (arXiv:2505.06708).
+    query_growth: beta and length in tokens: queries are multiplied by 1 + beta * log(1 + floor(position / length)) (as
+      released with Llama 4); None for no such factor.
     """
 
     num_heads: int
@@ -197,6 +199,7 @@ class AttentionSpec:
     own_kv: bool = True
     latent: LatentSpec | None = None
     out_gate: bool = False
+    query_growth: tuple[float, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

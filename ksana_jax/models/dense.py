@@ -15,6 +15,7 @@ from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.latents import Indexed
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.params import Params
+from ksana_jax.models.rope import grown
 from ksana_jax.models.transformer import Attend, forward, logits, sink_logits
 
 
@@ -72,7 +73,7 @@ def _attend(
 
     def attend(layer, q, k, v, state, indexed=None):
         spec, rope = config.layers[layer].attention, ropes[layer]
-        q = rope.rotate(q, angles[id(rope)])
+        q = grown(rope.rotate(q, angles[id(rope)]), positions, spec.query_growth)
         if k is not None:
             held[layer] = rope.rotate(k, angles[id(rope)]), v
         k, v = held[layer if config.kv_layers is None else config.kv_layers[layer]]

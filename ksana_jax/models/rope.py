@@ -45,3 +45,12 @@ def _rotate(x, angles, scale):
     half = x.shape[-1] // 2
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def grown(q: jax.Array, positions: jax.Array, growth: tuple[float, int] | None) -> jax.Array:
+    """Multiplies queries [..., T, N, H] at positions [T] by a factor, see `core.layer_spec.AttentionSpec`."""
+    if growth is None:
+        return q
+    beta, length = growth
+    factor = 1 + beta * jnp.log1p((jnp.maximum(positions, 0) // length).astype(jnp.float32))
+    return q * factor[:, None, None].astype(q.dtype)

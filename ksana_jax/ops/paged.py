@@ -12,7 +12,7 @@ from ksana_jax.core.patterns import PatternArrays
 from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.models.latents import Indexed
-from ksana_jax.models.rope import Rope
+from ksana_jax.models.rope import Rope, grown
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import PagedAttention
@@ -69,6 +69,7 @@ def paged_attend(
     def attend(index: int, q, k, v, cache: KVCache, indexed: Indexed | None = None):
         layer = layers[index]
         spec, at, turns = layer.spec.attention, layer.at, layer.angles
+        q = grown(q, layer.batch.positions, spec.query_growth)
         context = AttentionContext(
             at,
             layer.batch,

@@ -81,23 +81,20 @@ def load(folder: Path):
         module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
     # transformers 5.24.0 adds ALiBi twice in Falcon's eager attention.
     attention = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
-    return class_of(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+    # transformers 5.24.0 lists no language model for Mistral 4.
+    kind = Mistral4ForCausalLM if "mistral4" in (folder / "config.json").read_text() else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
 
 
-def class_of(folder: Path):
-    # transformers 5.24.0 has no entry for Mistral 4.
-    is_listed = "Mistral4" not in (folder / "config.json").read_text()
-    return AutoModelForCausalLM if is_listed else Mistral4ForCausalLM
+def from_config(config, **settings):
+    is_listed = config.model_type != "mistral4"
+    make = AutoModelForCausalLM.from_config if is_listed else Mistral4ForCausalLM._from_config
+    return make(config, **settings)
 
 
 def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) -> None:
     """Random weights under the names that transformers saves them with, rounded to the stored dtype."""
-    config = AutoConfig.from_pretrained(folder)
-    model = (
-        AutoModelForCausalLM.from_config(config)
-        if class_of(folder) is AutoModelForCausalLM
-        else Mistral4ForCausalLM(config)
-    )
+    model = from_config(AutoConfig.from_pretrained(folder))
     with tempfile.TemporaryDirectory() as scratch:
         model.save_pretrained(scratch)
         saved = load_file(Path(scratch, "model.safetensors"))

@@ -23,10 +23,11 @@ from tests.golden.cases import golden_case
 from tests.models import test_golden
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-V2, V3, V32, CPM = (
+V2, V3, V32, M4, CPM = (
     "deepseek_v2-latent-rope-yarn-experts",
     "deepseek_v3-latent-rope-yarn-experts",
     "deepseek_v32-latent-indexer-rope-yarn-experts",
+    "mistral4-latent-rope-yarn-experts-new",
     "minicpm3-latent-rope-long-tied",
 )
 
@@ -49,7 +50,7 @@ def latent_of(name: str, **changes) -> LatentSpec:
 
 
 def test_golden_logits_agree_within_a_hundred_thousandth_of_their_spread():
-    for name in (V2, V3, V32, "youtu-latent-tied", "glm4_moe_lite-latent-experts", CPM):
+    for name in (V2, V3, V32, M4, "youtu-latent-tied", "glm4_moe_lite-latent-experts", CPM):
         assert moved(name) < 1e-5
 
 
@@ -67,7 +68,7 @@ def test_scores_have_the_square_of_yarns_factor(name):
     assert moved(name, attention_scale=scale * (0.1 * np.log(4) + 1)) > 1e-3
 
 
-@pytest.mark.parametrize("name", [V2, V3, CPM])
+@pytest.mark.parametrize("name", [V2, V3, M4, CPM])
 def test_rotations_pair_neighbours_or_halves(name):
     assert model_of(name)[0].latent.interleaved == (name != CPM)
     assert moved(name, latent=latent_of(name, interleaved=name == CPM)) > 1e-3
@@ -84,6 +85,9 @@ def test_rotations_pair_neighbours_or_halves(name):
         (V3, {"scoring": "softmax"}),
         (V3, {"normalised": False}),
         (V3, {"factor": 1.0}),
+        (M4, {"groups_by": 1}),
+        (M4, {"scoring": "sigmoid"}),
+        (M4, {"normalised": False}),
     ],
 )
 def test_golden_files_notice_each_part_of_the_routing(name, changes):
@@ -118,6 +122,16 @@ def test_experts_come_from_the_best_groups_and_their_weights_lack_the_bias(scori
         assert of_row.tolist() == expected
         total = given[expected].sum() if scoring == "sigmoid" else 1
         np.testing.assert_allclose(found, 2.5 * given[expected] / total, rtol=1e-5)
+
+
+def test_queries_of_mistral_4_grow_from_the_length_before_yarn_on():
+    case, (config, params) = golden_case(M4), model_of(M4)
+    assert config.query_growth == (0.4, 24)
+    assert moved(M4, query_growth=(0.1, 24)) > 1e-3 and moved(M4, query_growth=(0.4, 25)) > 1e-3
+    plain = dataclasses.replace(config, query_growth=None)
+    scores = jax.nn.log_softmax(dense_logits(params, jnp.asarray(case.prompts[2]), config=plain, max_len=1))
+    apart = np.abs(scores - case.logprobs[2]).max(axis=1)
+    assert apart[:24].max() < 1e-4 and apart[24:].max() > 0.05
 
 
 INDEXER_TRAPS = {
@@ -190,6 +204,11 @@ REAL = {
         },
         671_026_419_200 + 61 * (64 * 128 * 1536 + 128 * 7168 + 2 * 128 + 64 * 7168),
     ),
+    "Mistral-Small-4-119B": (
+        {"model_type": "mistral4", "vocab_size": 131_072, "hidden_size": 4096, "num_hidden_layers": 36}
+        | {"num_attention_heads": 32, "max_position_embeddings": 1_048_576},
+        118_972_826_624,
+    ),
     "Kimi-K2-Instruct": (
         {
             **{"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 163_840},
@@ -215,7 +234,8 @@ def test_weights_of_published_models_are_counted(name):
     values, expected = REAL[name]
     config = config_from_hf(values)
     assert num_params(config) == expected
-    assert StepFlops.of(config).pair == 4 * config.num_layers * config.num_heads * 576
+    head_dim = 320 if "Mistral" in name else 576
+    assert StepFlops.of(config).pair == 4 * config.num_layers * config.num_heads * head_dim
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name():
@@ -238,7 +258,7 @@ REFUSED = {
         "rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}
     },
     "groups_chosen 3 is above num_groups 2": {"n_group": 2, "topk_group": 3},
-    "num_chosen 5 is above num_experts 4": {"num_experts_per_tok": 5},
+    "num_experts_per_tok is 5; must be at most 4": {"num_experts_per_tok": 5},
     "first_k_dense_replace is -1": {"first_k_dense_replace": -1},
     "sliding_window is 12; supported by": {"sliding_window": 12},
 }

@@ -32,6 +32,7 @@ from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
 from ksana_jax.models.families.minicpm3 import MINICPM3
 from ksana_jax.models.families.ministral import MINISTRAL, MINISTRAL3
 from ksana_jax.models.families.mistral import MISTRAL
+from ksana_jax.models.families.mistral4 import MISTRAL4
 from ksana_jax.models.families.mixtral import MIXTRAL
 from ksana_jax.models.families.mpt import MPT
 from ksana_jax.models.families.olmo2 import OLMO2
@@ -88,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         DEEPSEEK_V32,
         GLM4_MOE_LITE,
+        MISTRAL4,
         YOUTU,
         MINICPM3,
         LFM2,

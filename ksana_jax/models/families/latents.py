@@ -101,8 +101,12 @@ def write_latents(config: ModelConfig) -> dict[str, Any]:
 
 def read_rope(fields: Fields, max_position: int) -> RopeConfig:
     """Reads the rope of the rotated numbers, as one of a part of a token's numbers in the pool."""
+    return of_tokens(fields, rope.read_rope(fields, max_position))
+
+
+def of_tokens(fields: Fields, form: RopeConfig) -> RopeConfig:
     part = rotated_part(fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim"))
-    return dataclasses.replace(rope.read_rope(fields, max_position), partial_rotary_factor=part)
+    return dataclasses.replace(form, partial_rotary_factor=part)
 
 
 def read_experts(fields: Fields, plain_layers: tuple[int, ...] | None = None, **routes: Any) -> dict[str, Any]:
