@@ -1,8 +1,9 @@
-"""Selection of tokens by an indexer in one layer of a step: its keys in the pool, and the slots that queries read."""
+"""Selection of tokens by an indexer in one layer of a step: its keys in the pool, and attention to what it chooses."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,18 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.methods.selection.lightning_indexer import index_scores
 from ksana_jax.ops.attention import slot_positions
 from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.implementations import PagedAttention
+from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.scheduler.step.types import TileGroup
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
+
+
+class Part(NamedTuple):
+    """One part of a step, of `StepShape.places`: its tiles' shape, and where its tokens and its tiles are."""
+
+    part: TileGroup
+    tokens: slice
+    tiles: slice
 
 
 def write_index(cache: KVCache, context: AttentionContext) -> KVCache:
@@ -24,29 +35,65 @@ def write_index(cache: KVCache, context: AttentionContext) -> KVCache:
     return cache.with_leaves(cache.leaves | {INDEX_KEY: written.kv})
 
 
-def select_tokens(
-    method: SelectionMethod, cache: KVCache, batch: Any, context: AttentionContext, part: TileGroup, tokens: slice
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens that the queries of a part read, as blocks of `KVCache.by_token`, and their positions: [T, 1,
-    C], rising; those that are later than the query fill the rows of short texts.
+def attend_chosen(
+    method: SelectionMethod,
+    attention: PagedAttention,
+    q: jax.Array,
+    cache: KVCache,
+    context: AttentionContext,
+    of: Part,
+) -> jax.Array:
+    """Attends the queries q of a part, [count * width, N, H], to the tokens that its indexer chooses.
 
-    Args:
-      batch: of the part alone. tokens: its tokens among those of the step.
+    One tile at a time reads its tokens into a small pool of blocks of one token. A view of the whole pool as such
+    blocks would be copied by XLA in each layer.
     """
-    assert context.indexed is not None
-    size, num_layers, keys = cache.block_size, cache.kv.shape[1], cache.of_index
-    q, weights, _ = (x[tokens].reshape(*part, *x.shape[1:]) for x in context.indexed)
-    positions = batch.cache_positions.reshape(*part, 1)
 
-    # One tile at a time: scores of all heads take Q * Hi * C numbers.
     def of_tile(tile):
-        q, weights, position, table, starts = tile
-        at = slot_positions(starts[None], size)[0]
-        scores = index_scores(q, weights, keys.read(context.layer, table)[0][0], jnp)
-        _, chosen = jax.lax.top_k(jnp.where(at <= position, scores, -jnp.inf), method.budget)
-        chosen = jnp.sort(chosen, axis=-1)
-        return (table[chosen // size] * num_layers + context.layer) * size + chosen % size, at[chosen]
+        q, *asked, positions, cache_positions = tile
+        slots, at = _choose(method, cache, context, (*asked, cache_positions))
+        width, count = at.shape
+        tables = jnp.arange(width * count, dtype=jnp.int32).reshape(width, 1, count)
+        batch = context.batch._replace(
+            positions=positions,
+            cache_positions=cache_positions,
+            block_tables=tables,
+            block_starts=at[:, None],
+            query_numbers=None,
+        )
+        shape = StepShape((TileGroup(width, 1),), count, width)
+        where = context._replace(layer=0, batch=batch, shape=shape, num_repositioned_sinks=0)
+        return attention.attend(Queries(q, None), cache.of_slots(slots.reshape(-1)), where, None).out
 
-    found = jax.lax.map(of_tile, (q, weights, positions, batch.block_tables, batch.block_starts))
-    slots, at = (x.reshape(part.count * part.width, 1, -1) for x in found)
-    return slots, at
+    given = (q, context.batch.positions[of.tokens], context.batch.cache_positions[of.tokens])
+    q, *positions = (x.reshape(*of.part, *x.shape[1:]) for x in given)
+    return jax.lax.map(of_tile, (q, *_asked(context, of), *positions)).reshape(given[0].shape)
+
+
+def chosen_positions(method: SelectionMethod, cache: KVCache, context: AttentionContext, of: Part) -> jax.Array:
+    """Returns the rising positions of the tokens that the queries of a part read, [S, Q, 1, C]; in short texts, some
+    are later than the query."""
+    cache_positions = context.batch.cache_positions[of.tokens].reshape(of.part)
+    choose = functools.partial(_choose, method, cache, context)
+    return jax.lax.map(choose, (*_asked(context, of), cache_positions))[1][:, :, None]
+
+
+def _asked(context: AttentionContext, of: Part) -> tuple[jax.Array, ...]:
+    """Returns the indexer's queries and weights of a part by tile, and the tables of tiles."""
+    assert context.indexed is not None
+    q, weights, _ = (x[of.tokens].reshape(*of.part, *x.shape[1:]) for x in context.indexed)
+    return q, weights, context.batch.block_tables[of.tiles], context.batch.block_starts[of.tiles]
+
+
+def _choose(
+    method: SelectionMethod, cache: KVCache, context: AttentionContext, tile: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the slots of the tokens that the queries of a tile read, as rows of a leaf's flat view, and their
+    positions: [Q, C]."""
+    q, weights, table, starts, position = tile
+    size, num_layers = cache.block_size, cache.kv.shape[1]
+    at = slot_positions(starts[None], size)[0]
+    scores = index_scores(q, weights, cache.of_index.read(context.layer, table)[0][0], jnp)
+    _, chosen = jax.lax.top_k(jnp.where(at <= position[:, None], scores, -jnp.inf), method.budget)
+    chosen = jnp.sort(chosen, axis=-1)
+    return (table[chosen // size] * num_layers + context.layer) * size + chosen % size, at[chosen]

@@ -139,12 +139,11 @@ class KVCache:
         leaf = self.leaves[INDEX_KEY]
         return KVCache({"kv": leaf}, EXACT_CODECS[leaf.dtype.name])
 
-    @property
-    def by_token(self) -> KVCache:
-        """Returns a pool of latents as blocks of one token in one layer: slot o of a block b in layer l of L is block
-        (b * L + l) * B + o."""
-        leaves = {name: leaf for name, leaf in self.leaves.items() if name != INDEX_KEY}
-        return self.with_leaves({name: leaf.reshape(-1, *[1] * 4, *leaf.shape[5:]) for name, leaf in leaves.items()})
+    def of_slots(self, slots: jax.Array) -> KVCache:
+        """Reads latents of slots [n] into a pool of one layer with blocks of one token. Slot o of a block b in layer l of
+        L is (b * L + l) * B + o."""
+        leaves = {name: leaf.reshape(-1, *leaf.shape[5:]) for name, leaf in self.leaves.items() if name != INDEX_KEY}
+        return self.with_leaves({name: x[slots][:, None, None, None, None] for name, x in leaves.items()})
 
     def decoded(self, parts: dict[str, jax.Array]) -> jax.Array:
         """Decodes parts of the codec's leaves to keys or values."""

@@ -13,7 +13,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.ops.attention import Attended
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import PagedAttention
-from ksana_jax.ops.indexing import select_tokens
+from ksana_jax.ops.indexing import Part, attend_chosen
 from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
@@ -67,17 +67,16 @@ def _attend_part(method, attention, queries: Queries, cache, context: AttentionC
         query_numbers=None,
     )
 
-    def attend(part: TileGroup, batch, cache=cache, layer=context.layer):
+    def attend(part: TileGroup, batch):
         shape = StepShape((part,), batch.block_tables.shape[-1], num_tokens)
-        where = context._replace(layer=layer, batch=batch, shape=shape, num_repositioned_sinks=0)
+        where = context._replace(batch=batch, shape=shape, num_repositioned_sinks=0)
         return attention.attend(Queries(q, None), cache, where, None).out
 
     def selected():
         if method.by_token:
-            found, reads = select_tokens(method, cache, of_part, context, part, tokens), (cache.by_token, 0)
-        else:
-            found, reads = select(method, q, cache, of_part, context.layer, part), ()
-        return attend(TileGroup(num_tokens, 1), of_part._replace(block_tables=found[0], block_starts=found[1]), *reads)
+            return attend_chosen(method, attention, q, cache, context, Part(part, tokens, tiles))
+        found = select(method, q, cache, of_part, context.layer, part)
+        return attend(TileGroup(num_tokens, 1), of_part._replace(block_tables=found[0], block_starts=found[1]))
 
     if batch.query_numbers is None:
         return selected()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.ops.attention import by_kv_head, by_token, masked_scores, read_keys, sink_keys, sinks_of, slot_positions
 from ksana_jax.ops.context import AttentionContext
-from ksana_jax.ops.indexing import select_tokens
+from ksana_jax.ops.indexing import Part, chosen_positions
 from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.selection import select
@@ -71,11 +71,11 @@ def _selected(method: SelectionMethod, q, cache, context: AttentionContext, part
     cache_positions, tables = batch.cache_positions[tokens], batch.block_tables[tiles]
     of_part = batch._replace(cache_positions=cache_positions, block_tables=tables, block_starts=starts)
     if method.by_token:
-        _, chosen = select_tokens(method, cache, of_part, context, part, tokens)
+        chosen = chosen_positions(method, cache, context, Part(part, tokens, tiles))
         starts = slot_positions(starts, cache.block_size)
     else:
         _, chosen = select(method, q, cache, of_part, context.layer, part)  # [T, K, P']
-    chosen = chosen.reshape(*part, *chosen.shape[1:])
+        chosen = chosen.reshape(*part, *chosen.shape[1:])
     reads = (starts[:, None, None, :, None] == chosen[..., None, :]).any(-1)  # [S, Q, K, P]
     reads = reads if method.by_token else jnp.repeat(reads, cache.block_size, axis=-1)
     if batch.query_numbers is not None:
