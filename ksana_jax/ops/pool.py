@@ -140,8 +140,8 @@ class KVCache:
         return KVCache({"kv": leaf}, EXACT_CODECS[leaf.dtype.name])
 
     def of_slots(self, slots: jax.Array) -> KVCache:
-        """Reads latents of slots [n] into a pool of one layer with blocks of one token. Slot o of a block b in layer l of
-        L is (b * L + l) * B + o."""
+        """Reads latents of slots [n] into a pool of one layer with blocks of one token. Slot o of a block b in layer l
+        of L is (b * L + l) * B + o."""
         leaves = {name: leaf.reshape(-1, *leaf.shape[5:]) for name, leaf in self.leaves.items() if name != INDEX_KEY}
         return self.with_leaves({name: x[slots][:, None, None, None, None] for name, x in leaves.items()})
 
