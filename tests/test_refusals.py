@@ -35,6 +35,8 @@ SOME = {
     refusals.LATENTS: {"latent": LatentSpec(8, 4, 4, 4), "num_kv_heads": 1, "head_dim": 12},
     "kv_cache_dtype latent8": {"kv_cache_dtype": "latent8"},
     refusals.NO_LATENTS: {},
+    refusals.INDEXER: {"kv_selection": {"method": "lightning_indexer"}},
+    refusals.NO_INDEXER: {},
     refusals.READS_OUTPUTS: {"kv_eviction": {"method": "criticalkv", "budget": 20}},
     refusals.HEADS_APART: {"kv_eviction": {"method": "adakv", "memory": "freed", "budget": 20}},
     refusals.ALIBI: {"alibi": (0.5, 0.25, 0.125, 0.0625)},

@@ -55,6 +55,7 @@ class ModelConfig:
       max_position: context length in tokens that the model was trained for. out_gate: see `layer_spec.AttentionSpec`.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
       latent: what the pool stores of a token instead of keys and values, see `layer_spec.LatentSpec`; None for those.
+      query_growth: how queries grow with their positions, see `layer_spec.AttentionSpec`; None if they do not.
       recurrent: layers that have a state instead of keys and values, see `core.recurrent`; None for none.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
@@ -94,6 +95,7 @@ class ModelConfig:
     kv_layers: tuple[int, ...] | None = None
     latent: LatentSpec | None = None
     out_gate: bool = False
+    query_growth: tuple[float, int] | None = None
     recurrent: recurrent.RecurrentSpec | None = None
     kept: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
@@ -143,7 +145,8 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """The specification of each layer."""
         same = ("num_heads", "num_kv_heads", "head_dim", "soft_cap", "sinks", "qkv_bias", "out_bias", "qk_norm")
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, "alibi", "latent", "out_gate")}
+        optional = ("alibi", "latent", "out_gate", "query_growth")
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, *optional)}
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
         attention = functools.partial(AttentionSpec, scale=scale, **given)
         mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)

@@ -84,6 +84,24 @@ PLAIN_ROPE, NO_ROPE = RopeConfig(), RopeConfig("none")
 
 
 @dataclasses.dataclass(frozen=True)
+class IndexerSpec:
+    """Specifies a lightning indexer, which chooses the tokens that a layer attends to (DeepSeek-V3.2, arXiv:2512.02556,
+    section 2.1).
+
+    A token has one key of head_dim numbers, and as a query num_heads vectors with a weight each. A query's score of a
+    token is the sum over heads of weight * relu(vector . key); it attends to the top_k tokens with the highest. The
+    first `LatentSpec.rotated` numbers of a vector and of a key are rotated, i with i + rotated / 2.
+
+    eps: of the layer norm of keys.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    eps: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
 class LatentSpec:
     """Specifies multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): a token's keys and values in
     all heads are products of one vector, its latent.
@@ -97,6 +115,7 @@ class LatentSpec:
     query_rank: numbers of the vector that queries are products of; None if they are products of hidden states.
     interleaved: True if the rotation pairs 2 i with 2 i + 1 of the rotated numbers, not i with i + rotated / 2.
     eps: of the norms of latents and of that vector, whatever the model's `norm_eps` is.
+    indexer: what chooses the tokens that a query attends to, from that vector; None if it attends to all.
     """
 
     rank: int
@@ -106,6 +125,7 @@ class LatentSpec:
     query_rank: int | None = None
     interleaved: bool = True
     eps: float = 1e-6
+    indexer: IndexerSpec | None = None
 
     @property
     def head_dim(self) -> int:
@@ -124,6 +144,14 @@ class LatentSpec:
         for name in ("rank", "rotated"):
             value = getattr(self, name)
             found += [f"latent {name} is {value}, must be even"] * (isinstance(value, int) and value % 2)
+        if (indexer := self.indexer) is not None:
+            names = ("num_heads", "head_dim", "top_k")
+            wrong = [checks.integer(f"indexer {name}", getattr(indexer, name)) for name in names]
+            if not any((*found, *wrong)) and indexer.head_dim < self.rotated:
+                wrong.append(
+                    f"indexer head_dim is {indexer.head_dim}, must be at least {self.rotated}, what is rotated"
+                )
+            found += [*wrong, "an indexer needs latent query_rank" if self.query_rank is None else None]
         if (num_kv_heads, head_dim) != (1, self.head_dim):
             found += [f"num_kv_heads {num_kv_heads} and head_dim {head_dim} must be 1 and {self.head_dim} with latents"]
         return [*filter(None, found)]
@@ -152,6 +180,8 @@ class AttentionSpec:
       `ModelConfig.kv_layers`.
     latent: how keys and values follow from a latent; None if they are products of hidden states.
     out_gate: the result is multiplied by the sigmoid of a product of the layer's input (arXiv:2505.06708).
+    query_growth: beta and length in tokens: queries are multiplied by 1 + beta * log(1 + floor(position / length)) (as
+      released with Llama 4); None for no such factor.
     """
 
     num_heads: int
@@ -169,6 +199,7 @@ class AttentionSpec:
     own_kv: bool = True
     latent: LatentSpec | None = None
     out_gate: bool = False
+    query_growth: tuple[float, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

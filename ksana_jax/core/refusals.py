@@ -55,6 +55,7 @@ SHARED_KV, OTHER_PATTERN = "layers that read another layer's keys and values", "
 RECURRENT = "a model with recurrent layers"
 LATENTS, READS_OUTPUTS = "a model with latents", "kv_eviction that reads the output matrix of each head"
 NO_LATENTS = "a model without latents"
+INDEXER, NO_INDEXER = "kv_selection lightning_indexer", "a model without an indexer"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
 BRANCHES = "speculative_config with branches"
 COMPARES = 'speculative_config with another acceptance than "sampled"'
@@ -81,6 +82,7 @@ REFUSALS = (
     Refusal("kv_selection", ALIBI, "scores of summaries have no biases by distance"),
     Refusal("kv_selection", "shared_prefix_attention", "each row selects its own blocks of a shared prefix"),
     Refusal("kv_selection", BRANCHES, "a block is selected for its keys of all branches"),
+    Refusal(INDEXER, NO_INDEXER, "scores of tokens are products with its weights", principle=True),
     Refusal("speculative_config", ADDS_UP_ATTENTION, "the attention of rejected draft tokens would count"),
     Refusal("speculative_config", WHOLE_BLOCKS, "rejected draft tokens would be in blocks that are encoded once"),
     Refusal(BY_HEAD, "kv_eviction", "a method compares the heads of a layer, whose blocks would hold single heads"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
+from ksana_jax.core import refusals
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.device_setup import DeviceSetup, prepare
@@ -99,6 +100,8 @@ def build_engine(
     builder = _builder(half, model, buckets)
     speculation = None
     if method is not None:
+        selects = half.layout.selection is not None
+        refusals.check({"kv_selection": selects, refusals.BRANCHES: method.draws_trees})
         context = ProposerContext(half.config, model.vocab_size, half.layout, seen, builder.buckets, tokenizer)
         speculation = Speculation(method, method.proposer(context), context)
     engine = Engine(

@@ -44,9 +44,13 @@ def row(family: Family) -> tuple[str, ...]:
         _positions(config),
         ", ".join([config.norm_placement, config.norm, *["windows"] * (windows != {None})]),
         config.mlp,
-        "yes" if row_by_row and config.alibi is None else "no",
+        "yes" if row_by_row and config.alibi is None and not _indexes(config) else "no",
         f"`{gguf}`" if (gguf := (own | SHARED).get(family.model_type)) else "no",
     )
+
+
+def _indexes(config: ModelConfig) -> bool:
+    return config.latent is not None and config.latent.indexer is not None
 
 
 def _positions(config: ModelConfig) -> str:
@@ -56,8 +60,8 @@ def _positions(config: ModelConfig) -> str:
         part = rotated[0].partial_rotary_factor
         kinds.append("rope" if part == 1 or config.latent is not None else f"rope of {part:g} of a head")
         kinds += ["none in some layers"] * (len(rotated) < len(ropes))
-    kinds += ["latents"] * (config.latent is not None) + ["recurrent layers"] * (config.recurrent is not None)
-    return ", ".join(kinds)
+    kinds += ["latents"] * (config.latent is not None) + ["indexer"] * _indexes(config)
+    return ", ".join(kinds + ["recurrent layers"] * (config.recurrent is not None))
 
 
 def table() -> str:

@@ -27,8 +27,13 @@ def make_layout(
     """
     eviction = read_eviction(config.kv_eviction)
     apart = eviction is not None and eviction.measures and eviction.per_head
-    refusals.check({**config.used(), refusals.HEADS_APART: apart and f"kv_eviction {type(eviction).__name__}"})
-    if (selection := read_selection(config.kv_selection)) is not None:
+    used = config.used() | {refusals.HEADS_APART: apart and f"kv_eviction {type(eviction).__name__}"}
+    selection, indexer = read_selection(config.kv_selection), model.latent and model.latent.indexer
+    if selection is None and indexer is not None:
+        selection = read_selection({"method": "lightning_indexer", "budget": indexer.top_k})
+        used["kv_selection"] = "the model's kv_selection lightning_indexer"
+    refusals.check(used)
+    if selection is not None:
         selection.num_blocks(config.block_size)
     layout = layout_of(
         model,

@@ -33,6 +33,8 @@ EXACT = "exact"
 # Leaves that methods add: [Lg, 1, K, B] of `kv.eviction.base`, and [Lg, 1, K, *shape] of it and of `kv.selection.base`.
 OF_TOKENS = SCORE, TEXT_POSITION, HIDDEN, LOW = "score", "text_position", "hidden", "low"
 STATE, SUMMARY = "state", "summary"
+# Keys of an indexer, [Lg, 1, 1, B, size].
+INDEX_KEY = "index_key"
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2
 

@@ -18,7 +18,19 @@ from ksana_jax.kv.codecs.slots import check_slots
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import group_layers, residual_groups
-from ksana_jax.kv.layout import BITS, HIDDEN, LOW, SCORE, STATE, SUMMARY, TEXT_POSITION, KVLayout, Leaf, SealedBlocks
+from ksana_jax.kv.layout import (
+    BITS,
+    HIDDEN,
+    INDEX_KEY,
+    LOW,
+    SCORE,
+    STATE,
+    SUMMARY,
+    TEXT_POSITION,
+    KVLayout,
+    Leaf,
+    SealedBlocks,
+)
 from ksana_jax.kv.selection.base import SelectionMethod, selecting_layers
 
 
@@ -41,7 +53,8 @@ def layout_of(
       dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
       as_bits: types stored as unsigned integers of the same bits, see `devices.capabilities.stored_as_bits`.
       eviction, selection: how full-attention layers evict tokens, and how their queries select blocks.
-      exact_dtype: dtype of the exact tokens next to a block codec's codes: "f32", "bf16" or "f16".
+      exact_dtype: dtype of the exact tokens next to a block codec's codes, and of an indexer's keys: "f32", "bf16" or
+        "f16".
       text_positions: whether slots that move hold the positions of their tokens, even if the method reads none.
 
     Raises:
@@ -73,15 +86,19 @@ def layout_of(
     shares = None if eviction is None else _shares(eviction, seen, layers)
     groups = group_layers(seen, shares, layers, apart=eviction is not None and eviction.measures)
     num_layers, heads, sides = len(groups[0].layers), model.num_kv_heads, 2 if model.latent is None else 1
-    leaves = [
-        Leaf(
-            name,
-            (num_layers, sides, heads, block_size, *of_vector),
-            BITS[stored] if stored in BITS and stored in as_bits else stored,
-        )
-        for name, (of_vector, stored) in find_codec(dtype).arrays(model.head_dim).items()
-    ]
-    if selection is not None:
+
+    def of_tokens(name: str, sides: int, of_vector: tuple[int, ...], stored: str) -> Leaf:
+        stored = BITS[stored] if stored in BITS and stored in as_bits else stored
+        return Leaf(name, (num_layers, sides, heads, block_size, *of_vector), stored)
+
+    leaves = [of_tokens(name, sides, *array) for name, array in find_codec(dtype).arrays(model.head_dim).items()]
+    if selection is not None and selection.by_token:
+        indexer = model.latent and model.latent.indexer
+        refusals.check({refusals.INDEXER: True, refusals.NO_INDEXER: indexer is None})
+        assert indexer is not None
+        [array] = find_codec(exact_dtype).arrays(indexer.head_dim).values()
+        leaves.append(of_tokens(INDEX_KEY, 1, *array))
+    elif selection is not None:
         leaves.append(Leaf(SUMMARY, (num_layers, 1, heads, *selection.summary_shape(model.head_dim)), "float32"))
     selects = {"selection": selection, "selecting": selecting_layers(selection, seen) if selection else ()}
     if eviction is None:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from ksana_jax.kv.layout import HIDDEN, SUMMARY, KVLayout
+from ksana_jax.kv.layout import HIDDEN, INDEX_KEY, SUMMARY, KVLayout
 from ksana_jax.kv.selection.base import SelectionMethod
 
 
 def read_bytes(layout: KVLayout, num_tokens: int, num_blocks: int) -> int:
     """Returns the bytes that a query reads of the blocks of its sequence: all of them or, in layers that select, the
-    selected ones and the summaries of all. Keys that several layers share are read by each.
+    selected ones and the summaries, or an indexer's keys, of all. Keys that several layers share are read by each.
 
     Args:
       num_tokens: of its sequence. num_blocks: that hold them, in all groups of layers.
     """
-    summary = sum(leaf.nbytes for leaf in layout.leaves if leaf.name == SUMMARY)
+    summary = sum(leaf.nbytes for leaf in layout.leaves if leaf.name in (SUMMARY, INDEX_KEY))
     whole = layout.block_bytes - summary
     if layout.selection is None:
         return num_blocks * whole * len(layout.places) // len(set(layout.places))
     size = layout.block_size
 
     def read(method: SelectionMethod | None, held: int) -> int:
-        chosen = held if method is None else method.num_blocks(size)
-        return held * whole if chosen >= held else chosen * whole + held * summary
+        chosen = held * size if method is None else method.num_tokens(size)
+        return held * whole if chosen >= held * size else chosen * whole // size + held * summary
 
     held = [group.live.num_live_blocks(size, num_tokens) for group in layout.groups]
     of_layers = (read(method, held[g]) for method, (g, _) in zip(layout.selects_in, layout.places, strict=True))

@@ -19,7 +19,7 @@ from ksana_jax.core.gguf_file import GGUFFile
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.loading import gguf_families, gguf_hybrids
 from ksana_jax.loading.gguf_blocks import FLOATS
-from ksana_jax.loading.gguf_tensors import LONGROPE, ROPE_FACTORS, as_stored
+from ksana_jax.loading.gguf_tensors import LONGROPE, ROPE_FACTORS, WITH_LONGROPE, as_stored
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS
 from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
@@ -30,7 +30,7 @@ ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4",
 ARCHITECTURES |= {"gptneox": "gpt_neox", "falcon": "falcon", "mpt": "mpt", "gpt2": "gpt2", "stablelm": "stablelm"}
 ARCHITECTURES |= {"command-r": "cohere", "cohere2": "cohere2", "gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}
 ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "deepseek2": "deepseek_v2"}
-ARCHITECTURES |= gguf_hybrids.HYBRIDS
+ARCHITECTURES |= {"minicpm3": "minicpm3"} | gguf_hybrids.HYBRIDS
 # Architectures whose names converters also give models of another family.
 SHARED = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
 SHARED |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2")
@@ -202,11 +202,11 @@ class _Keys:
         self.check()  # the code below computes with them
         latents: dict[str, Any] = {}
         if self.architecture in gguf_families.LATENTS:
+            read_latents = gguf_families.LATENTS[self.architecture]
             try:
-                latents = gguf_families.latents(self.keys, fields, self.file.tensors)
-                latents["rope_scaling"] = gguf_families.with_mscale(
-                    self.rope()["rope_scaling"], self.keys.pop("rope.scaling.yarn_log_multiplier", 0)
-                )
+                latents = read_latents(self.keys, fields, self.file.tensors)
+                if multiplier := self.keys.pop("rope.scaling.yarn_log_multiplier", 0):
+                    latents["rope_scaling"] = gguf_families.with_mscale(self.rope()["rope_scaling"], multiplier)
             except ConfigError as error:
                 raise ConfigError(f"{self.file.path}: {error}") from None
         fields |= self.shapes(fields)
@@ -269,7 +269,7 @@ class _Keys:
             return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_base_freq": local}
         if "rope.freq_base_swa" in self.keys and self.get("rope.freq_base_swa") != theta:
             self.problem("rope.freq_base_swa", f"supported: {theta!r:.40}, as rope.freq_base")
-        if self.architecture == "phi3":
+        if self.architecture in WITH_LONGROPE:
             return {"rope_theta": theta, "rope_scaling": scaling} | self.longrope()
         return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -292,7 +292,7 @@ class _Keys:
         return found | {"model_type": EXPERTS[self.architecture]}
 
     def longrope(self) -> dict[str, Any]:
-        """Returns fields of Phi-3's long contexts, for which files have the divisors of frequencies in tensors."""
+        """Returns fields of long contexts, for which files have the divisors of frequencies in tensors."""
         tensors = {name: self.file.tensors[tensor] for name, tensor in LONGROPE.items() if tensor in self.file.tensors}
         found = {"original_max_position_embeddings": self.get(ORIGINAL, self.get("context_length"))}
         if not tensors:

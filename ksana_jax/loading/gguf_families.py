@@ -17,7 +17,6 @@ from ksana_jax.models.families import FAMILIES
 
 EPS = "attention.layer_norm_epsilon"
 LAYER_NORMS = ("gptneox", "falcon", "mpt", "gpt2", "stablelm", "command-r", "cohere2")
-LATENTS = ("deepseek2", "kimi-linear")
 # In these, configs of Hugging Face have other names for usual fields.
 OWN_NAMES = ("gpt_neox", "falcon", "mpt", "gpt2", "stablelm", "cohere", "cohere2", "lfm2", "kimi_linear")
 # That the functions below take out.
@@ -86,11 +85,8 @@ def _gpt_oss(fields: Values, keys: Values, tensors: Container[str]) -> Values:
     return found | {"rope_parameters": rope}
 
 
-def latents(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
-    """Returns the fields of a model with latents and takes its keys out; a problem is a value that families refuse.
-
-    Files have heads as attention to latents has them, and next to them widths of heads by definition.
-    """
+def _taken(keys: Values) -> Callable[..., Any]:
+    """Returns a function that takes a key out and returns its value, which must be a single number."""
 
     def taken(key: str, default: Any = None) -> Any:
         value = keys.pop(key, default)
@@ -98,6 +94,28 @@ def latents(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
             raise ConfigError(f"{key} is {value!r:.60}; supported: a number")
         return value
 
+    return taken
+
+
+def _minicpm3(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
+    """Returns the fields of a MiniCPM3 and takes its keys out. Files have heads by definition."""
+    taken = _taken(keys)
+    named = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"}
+    named |= {"rope.dimension_count": "qk_rope_head_dim", _KEY: "qk_nope_head_dim"}
+    if missing := [key for key in named if not keys.get(key)]:
+        raise ConfigError(f"minicpm3.{missing[0]} is missing; every model has it")
+    found = {name: int(taken(key)) for key, name in named.items()}
+    found["qk_nope_head_dim"] -= found["qk_rope_head_dim"]
+    # llama.cpp has these in its code, and no keys for them.
+    return found | {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}
+
+
+def _deepseek2(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Values:
+    """Returns the fields of a model with latents and takes its keys out; a problem is a value that families refuse.
+
+    Files have heads as attention to latents has them, and next to them widths of heads by definition.
+    """
+    taken = _taken(keys)
     rank, rotated, value = taken("attention.kv_lora_rank"), taken("rope.dimension_count"), taken(f"{_VALUE}_mla")
     width = taken(f"{_KEY}_mla")
     of_heads = taken(_KEY), taken(_VALUE), taken(_KV_HEADS)
@@ -148,13 +166,19 @@ def latent_keys(config: ModelConfig) -> Values:
     }
 
 
+# (keys without the architecture, config fields so far, tensors) -> fields; known keys are taken out.
+LATENTS: dict[str, Callable[[Values, Values, Mapping[str, Any]], Values]] = {
+    "deepseek2": _deepseek2,
+    "kimi-linear": _deepseek2,
+    "minicpm3": _minicpm3,
+}
+
+
 def with_mscale(scaling: Values, multiplier: Any) -> Values:
     """Returns a rope's scaling with YaRN's factor of scores.
 
     Converters to deepseek2 write a tenth of `mscale_all_dim`, those of other architectures the number itself.
     """
-    if not multiplier:
-        return scaling
     if problem := checks.number("rope.scaling.yarn_log_multiplier", multiplier, above=0, high=0.2):
         raise ConfigError(f"{problem}: a tenth of mscale_all_dim")
     mscale = round(10 * float(multiplier), 6)

@@ -87,6 +87,9 @@ FUSED = {"attn_qkv.weight": "w_q", "attn_qkv.bias": "b_q"}
 # Divisors of the frequencies of a rope; the config has them.
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+WITH_LONGROPE = ("phi3", "minicpm3")
+# UK and UV of all heads, as Hugging Face has them.
+KV_B = "attn_kv_b.weight"
 _OF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
 
 
@@ -262,12 +265,16 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTe
     plain_layers = config.experts.plain_layers if config.experts else ()
     of_shared = {LAYER_NAMES[field]: field for field in SHARED_NAMES}
     for name, info in file.tensors.items():
-        if name == ROPE_FACTORS or (architecture == "phi3" and name in LONGROPE.values()):
+        if name == ROPE_FACTORS or (architecture in WITH_LONGROPE and name in LONGROPE.values()):
             continue
         layer = _OF_LAYER.fullmatch(name)
         if layer and num_layers <= int(layer[1]) < num_read:
             continue
         layer = layer if layer and int(layer[1]) < num_layers else None  # or the name is not part of the config
+        if layer and layer[2] == KV_B and isinstance(view := family.layer_names.get("w_uk"), View):
+            name = family.layer_prefix.format(layer[1]) + view.tensor
+            found[name] = as_stored(info, name)
+            continue
         index = int(layer[1]) if layer else 0
         plain, spec = bool(layer) and index in plain_layers, config.layers[index].recurrent if layer else None
         of_this = of_layer | (of_shared if plain else {})

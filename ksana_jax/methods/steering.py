@@ -157,8 +157,8 @@ def steered(
     """
     row, is_steered = xp.maximum(given.slots, 0), (given.slots >= 0)[:, None]
 
-    def attend_with(index: int, q: Any, k: Any, v: Any, state: Any) -> tuple[Any, Any]:
-        out, state = attend(index, q, k, v, state)
+    def attend_with(index: int, q: Any, k: Any, v: Any, state: Any, *indexed: Any) -> tuple[Any, Any]:
+        out, state = attend(index, q, k, v, state, *indexed)
         kept = of_heads(given.kept[:, layers[index]].T)[:, row].T
         return xp.where(is_steered[..., None] & (kept == 0)[..., None], 0, out), state
 

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.methods.selection.lightning_indexer import index_scores
 from ksana_jax.models.alibi import biases
 from ksana_jax.models.frequencies import layer_ropes
+from ksana_jax.models.latents import Indexed
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.params import Params
+from ksana_jax.models.rope import grown
 from ksana_jax.models.transformer import Attend, forward, logits, sink_logits
 
 
@@ -68,9 +71,9 @@ def _attend(
     angles = {id(rope): rope.angles(positions) for rope in ropes}
     held: dict[int, tuple[jax.Array, jax.Array]] = {}  # by layer, for those that read them
 
-    def attend(layer, q, k, v, state):
+    def attend(layer, q, k, v, state, indexed=None):
         spec, rope = config.layers[layer].attention, ropes[layer]
-        q = rope.rotate(q, angles[id(rope)])
+        q = grown(rope.rotate(q, angles[id(rope)]), positions, spec.query_growth)
         if k is not None:
             held[layer] = rope.rotate(k, angles[id(rope)]), v
         k, v = held[layer if config.kv_layers is None else config.kv_layers[layer]]
@@ -81,6 +84,9 @@ def _attend(
         visible = spec.pattern.visible(positions[:, None], positions)
         if sees is not None:
             visible = (visible & sees(layer))[:, None]
+        if indexed is not None:
+            chosen = _chosen(indexed.rotated(rope, angles[id(rope)], spec), visible, spec.latent.indexer.top_k)
+            visible = visible & chosen[..., None, None, :, :]
         scores = scores if spec.soft_cap is None else soft_capped(scores, spec.soft_cap)
         scores = jnp.where(visible, scores, -jnp.inf)
         weights = _softmax(scores, sink_logits(params.layers[layer], spec))
@@ -89,6 +95,13 @@ def _attend(
         return out.reshape(q.shape).astype(q.dtype), state
 
     return attend
+
+
+def _chosen(indexed: Indexed, visible: jax.Array, top_k: int) -> jax.Array:
+    """Returns which keys an indexer chooses for each query: [..., T, T]. visible: [T, T]."""
+    scores = jnp.where(visible, index_scores(indexed.q, indexed.weights, indexed.keys, jnp), -jnp.inf)
+    _, at = jax.lax.top_k(scores, min(top_k, scores.shape[-1]))
+    return jnp.put_along_axis(jnp.zeros(scores.shape, bool), at, True, axis=-1, inplace=False)
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:

@@ -1,24 +1,42 @@
-"""Attention to latents: the products before and after it, see `core.layer_spec.LatentSpec`; and gates after attention.
-Knows no pool."""
+"""Attention to latents: the products before and after it, see `core.layer_spec.LatentSpec`, and an indexer's; and gates
+after attention. Knows no pool."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.core.layer_spec import LatentSpec, LayerSpec
+from ksana_jax.core.layer_spec import AttentionSpec, LatentSpec, LayerSpec, NormSpec
 from ksana_jax.models.operators import Operators, Projected
 from ksana_jax.models.params import LayerParams
+from ksana_jax.models.rope import Rope
+
+
+class Indexed(NamedTuple):
+    """Products of an indexer, see `core.layer_spec.IndexerSpec`. q: [..., Hi, Di]. weights: [..., Hi] float32, times
+    (Hi * Di)^-.5. keys: [..., Di]."""
+
+    q: jax.Array
+    weights: jax.Array
+    keys: jax.Array
+
+    def rotated(self, rope: Rope, angles: tuple[jax.Array, jax.Array], spec: AttentionSpec) -> Indexed:
+        """Rotates the first numbers of queries and keys, as many as of the layer's latents, by the same angles."""
+        assert spec.latent is not None
+        q, k = (rope.rotate_first(x, angles, spec.latent.rotated) for x in (self.q, self.keys[..., None, :]))
+        return Indexed(q, self.weights, k[..., 0, :])
 
 
 @jax.named_scope("qkv")
-def project(x: jax.Array, p: LayerParams, spec: LayerSpec, operators: Operators) -> Projected:
+def project(
+    x: jax.Array, p: LayerParams, spec: LayerSpec, operators: Operators
+) -> Projected | tuple[jax.Array, jax.Array, jax.Array, Indexed]:
     """Normalises and projects hidden states x [..., D]: to queries [..., N, H] of latents, and to what the pool stores
-    of tokens [..., 1, H], twice, as their keys and as their values.
+    of tokens [..., 1, H], twice, as their keys and as their values; and to what its indexer reads, if it has one.
 
     Halves of the rotated numbers come before halves of the others, so that i is rotated with i + H/2.
     """
@@ -28,12 +46,24 @@ def project(x: jax.Array, p: LayerParams, spec: LayerSpec, operators: Operators)
     if latent.query_rank is None:
         q = linear(x, p.w_q_plain)
     else:
-        q = linear(normed(linear(x, p.w_q_a), p.q_a_norm, norms), p.w_q_b)
+        of_queries = normed(linear(x, p.w_q_a), p.q_a_norm, norms)
+        q = linear(of_queries, p.w_q_b)
     plain, turned = jnp.split(q.reshape(*x.shape[:-1], -1, latent.plain + latent.rotated), [latent.plain], axis=-1)
     of_rank = _by_head(plain, _by_rank(p.w_uk, latent), operators)
     c, shared = jnp.split(linear(x, p.w_kv_a), [latent.rank], axis=-1)
     kv = _in_halves(shared, normed(c, p.kv_a_norm, norms), latent)[..., None, :]
-    return _in_halves(turned, of_rank, latent), kv, kv
+    q = _in_halves(turned, of_rank, latent)
+    return (q, kv, kv) if latent.indexer is None else (q, kv, kv, _index(x, of_queries, p, latent, operators))
+
+
+def _index(x: jax.Array, of_queries: jax.Array, p: LayerParams, latent: LatentSpec, operators: Operators) -> Indexed:
+    """Returns an indexer's products of the layer's input x [..., D] and of_queries [..., query_rank], normalised."""
+    spec = latent.indexer
+    assert spec is not None
+    q = operators.linear(of_queries, p.w_index_q).reshape(*x.shape[:-1], spec.num_heads, spec.head_dim)
+    keys = operators.normed(operators.linear(x, p.w_index_k), p.index_k_norm, NormSpec("layer", spec.eps, "before"))
+    weights = operators.linear(x, p.w_index_weights, dtype=jnp.float32)
+    return Indexed(q, weights * (spec.num_heads * spec.head_dim) ** -0.5, keys)
 
 
 @jax.named_scope("output")

@@ -92,6 +92,11 @@ class LayerParams:
     kv_a_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [rank]
     w_uk: jax.Array | None = field(default=None, metadata=OF_LATENTS)  # [N*plain, rank]
     w_uv: jax.Array | None = field(default=None, metadata=OF_LATENTS)  # [N*value, rank]
+    # Lightning indexers, see `IndexerSpec`.
+    w_index_q: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [heads*head_dim, query_rank]
+    w_index_k: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [head_dim, D]
+    index_k_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [2, head_dim]
+    w_index_weights: jax.Array | None = field(default=None, metadata=ROUTER)  # [heads, D]
     w_out_gate: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [as many as w_o has columns, D]
     # Recurrent layers, see `core.recurrent`, have w_in and w_conv instead of w_q, w_k and w_v. C: convolved channels.
     w_in: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [3*D, D]
@@ -201,6 +206,10 @@ def latent_shapes(d_model: int, num_heads: int, latent: LatentSpec) -> dict[str,
     if latent.query_rank is None:
         return shapes | {"w_q_plain": (of_queries, d)}
     q = latent.query_rank
+    if (indexer := latent.indexer) is not None:
+        h = indexer.head_dim
+        shapes |= {"w_index_q": (indexer.num_heads * h, q), "w_index_k": (h, d), "index_k_norm": (2, h)}
+        shapes |= {"w_index_weights": (indexer.num_heads, d)}
     return shapes | {"w_q_a": (q, d), "q_a_norm": (q,), "w_q_b": (of_queries, q)}
 
 

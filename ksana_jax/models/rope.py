@@ -28,6 +28,12 @@ class Rope(NamedTuple):
         """Rotates x [..., heads, H] by angles [..., H/2]; i pairs with i + H/2, as in Hugging Face checkpoints."""
         return _rotate(x, angles, self.scale)
 
+    def rotate_first(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], dims: int) -> jax.Array:
+        """Rotates the first dims numbers of x [..., heads, D] by the first angles; i pairs with i + dims/2."""
+        scale = self.scale[: dims // 2] if isinstance(self.scale, np.ndarray) else self.scale
+        first = _rotate(x[..., :dims], tuple(a[..., : dims // 2] for a in angles), scale)
+        return jnp.concatenate([first, x[..., dims:]], axis=-1)
+
     def rotate_further(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Rotates vectors that are already rotated and scaled, without scaling them again."""
         return _rotate(x, angles, 1.0)
@@ -39,3 +45,12 @@ def _rotate(x, angles, scale):
     half = x.shape[-1] // 2
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def grown(q: jax.Array, positions: jax.Array, growth: tuple[float, int] | None) -> jax.Array:
+    """Multiplies queries [..., T, N, H] at positions [T] by a factor, see `core.layer_spec.AttentionSpec`."""
+    if growth is None:
+        return q
+    beta, length = growth
+    factor = 1 + beta * jnp.log1p((jnp.maximum(positions, 0) // length).astype(jnp.float32))
+    return q * factor[:, None, None].astype(q.dtype)

@@ -23,10 +23,11 @@ from ksana_jax.models.operators import XLA_OPERATORS, Operators
 from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.models.recurrent import Recur, from_the_start, mixer
 
-# attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state).
+# attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state); a layer with an indexer
+# adds `models.latents.Indexed`.
 # layer is a Python int, q and k are not yet rotated, and state is whatever travels from layer to layer.
 # k and v are None in a layer that reads an earlier one's, see `ModelConfig.kv_layers`.
-Attend = Callable[[int, jax.Array, jax.Array | None, jax.Array | None, Any], tuple[jax.Array, Any]]
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 def forward(
@@ -95,7 +96,8 @@ def run_layers(
             else:
                 plain = latent is None
                 projected = operators.queries_keys_values(x, p, spec) if plain else project(x, p, spec, operators)
-                out, state = attend(index, *projected, state)
+                q, k, v, *indexed = projected
+                out, state = attend(index, q, k, v, state, *indexed)
                 out = out if plain and not spec.attention.out_gate else values(out, x, p, spec, operators)
             x = operators.after_attention(x, out, p, spec, after)
             x = x if after_layer is None else after_layer(index, x)

@@ -289,7 +289,7 @@ def _rotated(k_SKCH, positions_SC, rope: Rope):
     return jnp.moveaxis(rope.rotate(jnp.moveaxis(k_SKCH, 1, 2), rope.angles(positions_SC)), 2, 1)
 
 
-def _slot_positions(starts_SP, block_size: int):
+def slot_positions(starts_SP, block_size: int):
     """Cache positions [S, P*B] of the slots of blocks."""
     return (starts_SP[:, :, None] + jnp.arange(block_size)).reshape(len(starts_SP), -1)
 
@@ -298,7 +298,7 @@ def read_keys(tiles: Tiles, tables, starts, source: Source, context: AttentionCo
     """Returns keys, rotated, and values [S, K, P*B, H] of blocks, the positions [S, P*B] of their slots, and which are
     hidden [S, K, P*B], None if none are."""
     k, v = source.read(tables)
-    slot_pos = _slot_positions(starts, source.block_size)
+    slot_pos = slot_positions(starts, source.block_size)
     hidden = None if source.hidden is None else source.hidden(tables)
     k = _rotated(k, tiles.key_positions(slot_pos), context.rope) if source.unrotated_keys else k
     return k, v, slot_pos, hidden

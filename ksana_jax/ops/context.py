@@ -8,6 +8,7 @@ import jax
 
 from ksana_jax.core.patterns import PatternArrays
 from ksana_jax.devices.features import ALL_FEATURES, Features
+from ksana_jax.models.latents import Indexed
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
@@ -24,7 +25,7 @@ class AttentionContext(NamedTuple):
     denominator. observer: None without an eviction method. residual: with a block codec, of the exact keys and
     of the exact values the layer's index in a block, and the batch with the tables of their group; else None.
     features: operations that programs may use on the device. alibi: [N], slopes of the heads (`models.alibi`) by
-    positions in the cache; None without.
+    positions in the cache; None without. indexed: products of the layer's indexer, rotated; None without.
     """
 
     layer: int
@@ -39,3 +40,4 @@ class AttentionContext(NamedTuple):
     residual: tuple[tuple[int, StepArrays], tuple[int, StepArrays]] | None = None
     features: Features = ALL_FEATURES
     alibi: jax.Array | None = None
+    indexed: Indexed | None = None

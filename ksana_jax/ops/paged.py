@@ -11,10 +11,12 @@ from ksana_jax.core.layer_spec import LayerSpec
 from ksana_jax.core.patterns import PatternArrays
 from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.kv.selection.base import SelectionMethod
-from ksana_jax.models.rope import Rope
+from ksana_jax.models.latents import Indexed
+from ksana_jax.models.rope import Rope, grown
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import PagedAttention
+from ksana_jax.ops.indexing import write_index
 from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.row_state import entered, scored
@@ -64,9 +66,10 @@ def paged_attend(
     """
     schedules: dict[int, Any] = {}
 
-    def attend(index: int, q, k, v, cache: KVCache):
+    def attend(index: int, q, k, v, cache: KVCache, indexed: Indexed | None = None):
         layer = layers[index]
         spec, at, turns = layer.spec.attention, layer.at, layer.angles
+        q = grown(q, layer.batch.positions, spec.query_growth)
         context = AttentionContext(
             at,
             layer.batch,
@@ -80,6 +83,7 @@ def paged_attend(
             layer.residual,
             features,
             layer.alibi,
+            indexed and indexed.rotated(layer.rope, turns, spec),
         )
         if (observer := context.observer) is not None:
             cache = entered(cache, q, context, spec.scale) if spec.own_kv else cache
@@ -91,7 +95,8 @@ def paged_attend(
         with jax.named_scope("kv_write"):
             queries, cache = attention.write(q, k, v, cache, context, turns, spec.scale)
             if layer.selection is not None and spec.own_kv:
-                cache = summarise(layer.selection, cache, context)
+                by_token = layer.selection.by_token
+                cache = write_index(cache, context) if by_token else summarise(layer.selection, cache, context)
         with jax.named_scope("attention"):
             if layer.selection is None:
                 out, masses = attention.attend(queries, cache, context, schedules.get(layer.schedule))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.kv.layout import EXACT, HIDDEN, LOW, SCORE, SUMMARY, TEXT_POSITION
+from ksana_jax.kv.layout import EXACT, HIDDEN, INDEX_KEY, LOW, SCORE, SUMMARY, TEXT_POSITION
 
 
 @flax.struct.dataclass
@@ -134,6 +134,18 @@ class KVCache:
         """Stores the summaries [n, K, *summary_shape] of blocks [n] in one layer; drops blocks that do not exist."""
         leaf = self.leaves[SUMMARY].at[block_ids, layer, 0].set(summaries, mode="drop")
         return self.with_leaves(self.leaves | {SUMMARY: leaf})
+
+    @property
+    def of_index(self) -> KVCache:
+        """Returns the keys of the layers' indexers as a pool of one side and head."""
+        leaf = self.leaves[INDEX_KEY]
+        return KVCache({"kv": leaf}, EXACT_CODECS[leaf.dtype.name])
+
+    def of_slots(self, slots: jax.Array) -> KVCache:
+        """Reads latents of slots [n] into a pool of one layer with blocks of one token. Slot o of a block b in layer l
+        of L is (b * L + l) * B + o."""
+        leaves = {name: leaf.reshape(-1, *leaf.shape[5:]) for name, leaf in self.leaves.items() if name != INDEX_KEY}
+        return self.with_leaves({name: x[slots][:, None, None, None, None] for name, x in leaves.items()})
 
     def decoded(self, parts: dict[str, jax.Array]) -> jax.Array:
         """Decodes parts of the codec's leaves to keys or values."""

@@ -1,5 +1,5 @@
-"""Selection of blocks in one layer of a step: summaries of the blocks it writes to, and tables of those that queries
-read. Knows positions and blocks; not how blocks are scored."""
+"""Selection in one layer of a step: summaries of the blocks it writes to, and tables of the blocks, or of the tokens,
+that queries read. Knows positions and blocks; not how blocks are scored."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.ops.attention import Attended
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import PagedAttention
+from ksana_jax.ops.indexing import Part, attend_chosen
 from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
@@ -43,7 +44,8 @@ def summarise(method: SelectionMethod, cache: KVCache, context: AttentionContext
 def attend_selected(
     method: SelectionMethod, attention: PagedAttention, queries: Queries, cache: KVCache, context: AttentionContext
 ) -> Attended:
-    """Attends the queries of a layer to the blocks that they select; arguments as `PagedAttention.attend` has them.
+    """Attends the queries of a layer to what they select, blocks or tokens; arguments as `PagedAttention.attend` has
+    them.
 
     Queries whose number is 0, such as a prompt's, read all of their blocks.
     """
@@ -71,6 +73,8 @@ def _attend_part(method, attention, queries: Queries, cache, context: AttentionC
         return attention.attend(Queries(q, None), cache, where, None).out
 
     def selected():
+        if method.by_token:
+            return attend_chosen(method, attention, q, cache, context, Part(part, tokens, tiles))
         found = select(method, q, cache, of_part, context.layer, part)
         return attend(TileGroup(num_tokens, 1), of_part._replace(block_tables=found[0], block_starts=found[1]))
 

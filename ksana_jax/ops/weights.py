@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.selection.base import SelectionMethod
-from ksana_jax.ops.attention import by_kv_head, by_token, masked_scores, read_keys, sink_keys, sinks_of
+from ksana_jax.ops.attention import by_kv_head, by_token, masked_scores, read_keys, sink_keys, sinks_of, slot_positions
 from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.indexing import Part, chosen_positions
 from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.selection import select
@@ -47,7 +48,7 @@ def _of_part(queries: Queries, cache, context: AttentionContext, selection, part
             found = jnp.maximum(found, masked_scores(*of_sinks, *where, sinks=True))
         if selection is not None and asked.tables.shape[1] > selection.num_blocks(cache.block_size):
             reads = _selected(selection, queries.q[tokens], cache, context, part, tokens, tiles)
-            found = jnp.where(jnp.repeat(reads, cache.block_size, axis=-1), found, -jnp.inf)
+            found = jnp.where(reads, found, -jnp.inf)
         scores.append(found)
         # Slots after a tile's newest token may hold anything; a weight of 0 does not silence a NaN there.
         values.append(jnp.where((at < asked.slots_end(source.end)[:, None])[:, None, :, None], v, 0))
@@ -65,13 +66,18 @@ def _of_part(queries: Queries, cache, context: AttentionContext, selection, part
 
 
 def _selected(method: SelectionMethod, q, cache, context: AttentionContext, part: TileGroup, tokens, tiles):
-    """Returns which blocks of their tables queries read: [S, K, G*Q, P]."""
+    """Returns which slots of their tables queries read: [S, K, G*Q, P*B]."""
     batch, starts = context.batch, context.batch.block_starts[tiles]
     cache_positions, tables = batch.cache_positions[tokens], batch.block_tables[tiles]
     of_part = batch._replace(cache_positions=cache_positions, block_tables=tables, block_starts=starts)
-    _, chosen = select(method, q, cache, of_part, context.layer, part)  # [T, K, P']
-    chosen = chosen.reshape(*part, *chosen.shape[1:])
+    if method.by_token:
+        chosen = chosen_positions(method, cache, context, Part(part, tokens, tiles))
+        starts = slot_positions(starts, cache.block_size)
+    else:
+        _, chosen = select(method, q, cache, of_part, context.layer, part)  # [T, K, P']
+        chosen = chosen.reshape(*part, *chosen.shape[1:])
     reads = (starts[:, None, None, :, None] == chosen[..., None, :]).any(-1)  # [S, Q, K, P]
+    reads = reads if method.by_token else jnp.repeat(reads, cache.block_size, axis=-1)
     if batch.query_numbers is not None:
         reads |= (batch.query_numbers[tokens] <= 0).reshape(*part, 1, 1)
     return jnp.tile(jnp.moveaxis(reads, 1, 2), (1, 1, q.shape[1] // reads.shape[2], 1))

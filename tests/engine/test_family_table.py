@@ -2,8 +2,10 @@
 
 import pytest
 
-from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.patterns import per_layer
 from ksana_jax.engine import family_table
+from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import check_quantises
 from ksana_jax.ops.invariant import check_invariant
@@ -20,7 +22,8 @@ def test_numerics_are_refused_as_the_table_says(family):
     sides, alibi = 2 if config.latent is None else 1, config.alibi is not None
     needs = Requirements("cpu", None, "float32", 4, 4, 16, 16, codec="f32", alibi=alibi, sides=sides)
     if cells["invariant"] == "no":
-        with pytest.raises(ConfigError, match=r"norms are layer|ALiBi|latents"):
+        with pytest.raises(ConfigError, match=r"norms are layer|ALiBi|latents|lightning_indexer"):
+            make_layout(config, per_layer(config.pattern, config.num_layers), EngineConfig(numerics="invariant"))
             check_invariant(config, needs, "float32")
 
 

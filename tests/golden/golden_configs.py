@@ -1,7 +1,7 @@
 """The configs of the golden cases; see make_golden.py."""
 
 from base_config import BASE, without
-from latent_configs import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU
+from latent_configs import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU
 from recurrent_configs import RECURRENT
 
 LLAMA = BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "head_dim": 16}
@@ -348,6 +348,8 @@ CASES = {
     "deepseek_v3-latent-rope-yarn-experts": DEEPSEEK_V3,
     "deepseek_v3-latent-experts-tied": without(DEEPSEEK_V3, "rope_scaling")
     | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "deepseek_v32-latent-indexer-rope-yarn-experts": DEEPSEEK_V32,
+    "mistral4-latent-rope-yarn-experts-new": MISTRAL4,
     "youtu-latent-tied": YOUTU,
     "glm4_moe_lite-latent-experts": GLM4_MOE_LITE,
     "minicpm3-latent-rope-long-tied": MINICPM3,

@@ -45,6 +45,24 @@ DEEPSEEK_V3 = DEEPSEEK | {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_n_heads": 16,
+    "index_head_dim": 12,
+    "index_topk": 11,
+}
+MISTRAL4 = without(DEEPSEEK, "rope_theta", "rope_scaling") | {
+    "model_type": "mistral4",
+    "architectures": ["Mistral4ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "norm_topk_prob": True,
+    "pad_token_id": None,
+    # Queries grow at positions 24 and 48.
+    "rope_parameters": DEEPSEEK_ROPE
+    | {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4},
+}
 YOUTU = LATENTS | {
     "model_type": "youtu",
     "architectures": ["YoutuForCausalLM"],

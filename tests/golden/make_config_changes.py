@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_golden import load
-from transformers import AutoConfig, AutoModelForCausalLM, logging
+from make_golden import from_config, load
+from transformers import AutoConfig, logging
 
 HERE = Path(__file__).parent
 # Fields of every config, which choose nothing that is computed here.
@@ -67,7 +67,7 @@ def is_changed(values: dict[str, Any], weights: dict[str, torch.Tensor], wanted:
     try:
         config = AutoConfig.for_model(**values)
         attention = "sdpa" if values["model_type"] == "falcon" else "eager"
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        model = from_config(config, attn_implementation=attention).eval()
         shapes = {name: weight.shape for name, weight in model.state_dict().items()}
         if shapes != {name: weight.shape for name, weight in weights.items()}:
             return True

@@ -23,6 +23,7 @@ from golden_configs import CASES, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.mistral4 import Mistral4ForCausalLM
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -82,12 +83,20 @@ def load(folder: Path):
     modeling_kimi_linear.chunk_kimi_delta_attention = modeling_kimi_linear.recurrent_kimi_delta_attention
     # transformers 5.24.0 adds ALiBi twice in Falcon's eager attention.
     attention = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+    # transformers 5.24.0 lists no language model for Mistral 4.
+    kind = Mistral4ForCausalLM if "mistral4" in (folder / "config.json").read_text() else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+
+
+def from_config(config, **settings):
+    is_listed = config.model_type != "mistral4"
+    make = AutoModelForCausalLM.from_config if is_listed else Mistral4ForCausalLM._from_config
+    return make(config, **settings)
 
 
 def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) -> None:
     """Random weights under the names that transformers saves them with, rounded to the stored dtype."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model = from_config(AutoConfig.from_pretrained(folder))
     with tempfile.TemporaryDirectory() as scratch:
         model.save_pretrained(scratch)
         saved = load_file(Path(scratch, "model.safetensors"))

@@ -16,6 +16,7 @@ from tests.gguf_writer import write_gguf
 
 ARCHITECTURES = {"gpt_neox": "gptneox", "cohere": "command-r", "gpt_oss": "gpt-oss"}
 LATENT = ("deepseek_v2", "deepseek_v3", "youtu")
+WITH_LATENTS = (*LATENT, "minicpm3")
 ARCHITECTURES |= dict.fromkeys(LATENT, "deepseek2")
 LLAMA = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -52,10 +53,10 @@ NAMES: dict[str, dict[str, str]] = {
     "granitemoe": LLAMA | {
         "block_sparse_moe.router.layer": "ffn_gate_inp", "block_sparse_moe.output_linear": "ffn_down_exps",
     },
-    **dict.fromkeys(LATENT, LLAMA | {
+    **dict.fromkeys(WITH_LATENTS, LLAMA | {
         "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
         "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-        "mlp.gate": "ffn_gate_inp",
+        "self_attn.kv_b_proj": "attn_kv_b", "mlp.gate": "ffn_gate_inp",
         **{f"mlp.shared_experts.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
     }),
     "gpt_oss": LLAMA | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
@@ -112,6 +113,14 @@ def metadata_of(values: dict[str, Any]) -> dict[str, Any]:
             "embedding_scale": values["embedding_multiplier"], "attention.scale": values["attention_multiplier"],
             "residual_scale": values["residual_multiplier"], "logit_scale": values["logits_scaling"],
         }  # fmt: skip
+    if family == "minicpm3":
+        keys |= {
+            "attention.layer_norm_rms_epsilon": keys.pop("attention.layer_norm_epsilon"),
+            "vocab_size": values["vocab_size"], "attention.kv_lora_rank": values["kv_lora_rank"],
+            "attention.q_lora_rank": values["q_lora_rank"], "rope.dimension_count": values["qk_rope_head_dim"],
+            "attention.key_length": values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
+        }  # fmt: skip
+        del keys["rope.freq_base"]  # which is 10,000 in the published model
     if family in LATENT:
         rank, rotated = values["kv_lora_rank"], values["qk_rope_head_dim"]
         scaling = values.get("rope_scaling") or {}
@@ -172,7 +181,7 @@ def tensors_of(values: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
             index, part = re.fullmatch(r"mlp\.experts\.(\d+)\.(.+)_proj\.weight", module).groups()
             found.setdefault(f"{prefix}ffn_{part}_exps.weight", {})[int(index)] = tensor
             continue
-        if module.endswith("kv_b_proj.weight"):
+        if family in LATENT and module.endswith("kv_b_proj.weight"):
             heads = tensor.reshape(values["num_attention_heads"], -1, tensor.shape[1])
             k, v = np.split(heads, [values["qk_nope_head_dim"]], axis=1)
             found[f"{prefix}attn_k_b.weight"] = np.ascontiguousarray(k.swapaxes(1, 2))
@@ -218,6 +227,9 @@ def tensors_of(values: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
             tensor = qkv_in_turn(values, tensor)
         to = np.float32 if tensor.ndim == 1 or "router" in stem or "wpe" in stem else tensor.dtype
         found[f"{prefix}{NAMES[family][stem]}.{kind}"] = np.ascontiguousarray(tensor.astype(to))
+    for name in ("long", "short") if family == "minicpm3" else ():
+        factors = np.array((values["rope_scaling"] or {}).get(f"{name}_factor", ()), np.float32)
+        found |= {f"rope_factors_{name}.weight": factors} if len(factors) else {}
     stacks = {name: np.stack([x for _, x in sorted(t.items())]) for name, t in found.items() if isinstance(t, dict)}
     return found | stacks
 

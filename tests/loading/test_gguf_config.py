@@ -221,7 +221,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         known = "supported: llama, qwen2, qwen3, gemma, gemma2, gemma3, olmo2, smollm3, granite, glm4, phi3"
         known += (
             ", gptneox, falcon, mpt, gpt2, stablelm, command-r, cohere2, gpt-oss, granitemoe, qwen2moe, "
-            "qwen3moe, olmoe, deepseek2, lfm2, qwen3next, qwen35, qwen35moe, granitehybrid, kimi-linear"
+            "qwen3moe, olmoe, deepseek2, minicpm3, lfm2, qwen3next, qwen35, qwen35moe, granitehybrid, kimi-linear"
         )
         assert str(caught.value) == f"{path}: general.architecture is {shown}; {known}"
     for kind, architecture, said in (

@@ -19,6 +19,12 @@ from tests.golden.cases import golden_case
 from tests.loading.gguf_converted import convert
 
 SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # llama.cpp has no keys for them, nor for MPT's scale
+# llama.cpp's own numbers of MiniCPM3, for which it has no keys.
+MINICPM3 = {
+    **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "rope_theta": 10_000.0},
+    "rope_scaling": {"type": "longrope", "attention_factor": 1.0}
+    | {"short_factor": [1.0, 1.5, 3.0, 4.0], "long_factor": [1.0, 2.0, 9.0, 9.0]},
+}
 CASES = {
     "gpt_neox-mha-rope-partial-biases": {},
     "falcon-mqa-tied": {},
@@ -35,6 +41,7 @@ CASES = {
     "deepseek_v3-latent-rope-yarn-experts": {},
     "deepseek_v3-latent-experts-tied": {},
     "youtu-latent-tied": {},
+    "minicpm3-latent-rope-long-tied": MINICPM3,
     "gpt_oss-gqa-window-rope-yarn-experts-biases": SWIGLU,
     "gpt_oss-mqa-window-rope-yarn-experts-mxfp4": SWIGLU,
 }

@@ -69,6 +69,9 @@ def test_gguf_files_that_cannot_be_read_right_are_refused(tmp_path):
     assert "above 0 and at most 0.2: a tenth of mscale" in said(V2, tmp_path, rope__scaling__yarn_log_multiplier=1.0)
     assert "expert_gating_func is 3; supported: 1 (softmax)" in said(V3, tmp_path, expert_gating_func=3)
     assert "norm_topk_prob is True" in said(V2, tmp_path, expert_weights_norm=np.bool_(True))
+    cpm = "minicpm3-latent-rope-long-tied"
+    assert "minicpm3.attention.kv_lora_rank is missing" in said(cpm, tmp_path, attention__kv_lora_rank=0)
+    assert "minicpm3.embedding_scale is 12.0; not supported" in said(cpm, tmp_path, embedding_scale=12.0)
     assert "deepseek2.attention.other is 5; not supported" in said(V3, tmp_path, attention__other=5)
 
 

@@ -1,6 +1,7 @@
 """Traps of latent attention and of DeepSeek's routing: each changes what the golden files of transformers have."""
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec
 from ksana_jax.loading.load import abstract_params
+from ksana_jax.methods.selection.lightning_indexer import index_scores
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.experts import route
 from ksana_jax.models.families import config_from_hf
@@ -21,9 +23,11 @@ from tests.golden.cases import golden_case
 from tests.models import test_golden
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-V2, V3, CPM = (
+V2, V3, V32, M4, CPM = (
     "deepseek_v2-latent-rope-yarn-experts",
     "deepseek_v3-latent-rope-yarn-experts",
+    "deepseek_v32-latent-indexer-rope-yarn-experts",
+    "mistral4-latent-rope-yarn-experts-new",
     "minicpm3-latent-rope-long-tied",
 )
 
@@ -46,7 +50,7 @@ def latent_of(name: str, **changes) -> LatentSpec:
 
 
 def test_golden_logits_agree_within_a_hundred_thousandth_of_their_spread():
-    for name in (V2, V3, "youtu-latent-tied", "glm4_moe_lite-latent-experts", CPM):
+    for name in (V2, V3, V32, M4, "youtu-latent-tied", "glm4_moe_lite-latent-experts", CPM):
         assert moved(name) < 1e-5
 
 
@@ -64,7 +68,7 @@ def test_scores_have_the_square_of_yarns_factor(name):
     assert moved(name, attention_scale=scale * (0.1 * np.log(4) + 1)) > 1e-3
 
 
-@pytest.mark.parametrize("name", [V2, V3, CPM])
+@pytest.mark.parametrize("name", [V2, V3, M4, CPM])
 def test_rotations_pair_neighbours_or_halves(name):
     assert model_of(name)[0].latent.interleaved == (name != CPM)
     assert moved(name, latent=latent_of(name, interleaved=name == CPM)) > 1e-3
@@ -81,6 +85,9 @@ def test_rotations_pair_neighbours_or_halves(name):
         (V3, {"scoring": "softmax"}),
         (V3, {"normalised": False}),
         (V3, {"factor": 1.0}),
+        (M4, {"groups_by": 1}),
+        (M4, {"scoring": "sigmoid"}),
+        (M4, {"normalised": False}),
     ],
 )
 def test_golden_files_notice_each_part_of_the_routing(name, changes):
@@ -117,6 +124,54 @@ def test_experts_come_from_the_best_groups_and_their_weights_lack_the_bias(scori
         np.testing.assert_allclose(found, 2.5 * given[expected] / total, rtol=1e-5)
 
 
+def test_queries_of_mistral_4_grow_from_the_length_before_yarn_on():
+    case, (config, params) = golden_case(M4), model_of(M4)
+    assert config.query_growth == (0.4, 24)
+    assert moved(M4, query_growth=(0.1, 24)) > 1e-3 and moved(M4, query_growth=(0.4, 25)) > 1e-3
+    plain = dataclasses.replace(config, query_growth=None)
+    scores = jax.nn.log_softmax(dense_logits(params, jnp.asarray(case.prompts[2]), config=plain, max_len=1))
+    apart = np.abs(scores - case.logprobs[2]).max(axis=1)
+    assert apart[:24].max() < 1e-4 and apart[24:].max() > 0.05
+
+
+INDEXER_TRAPS = {
+    "one token fewer": lambda p, spec: (p, {"top_k": spec.top_k - 1}),
+    "all tokens": lambda p, spec: (p, {"top_k": 70}),
+    "another epsilon": lambda p, spec: (p, {"eps": 1.0}),
+    "keys without the bias of their norm": lambda p, spec: (p.replace(index_k_norm=p.index_k_norm.at[1].set(0)), {}),
+    "keys without the factors of their norm": lambda p, spec: (p.replace(index_k_norm=p.index_k_norm.at[0].set(1)), {}),
+    "heads of equal weight": lambda p, spec: (p.replace(w_index_weights=jnp.ones_like(p.w_index_weights)), {}),
+    "neighbours rotated": lambda p, spec: (p.replace(w_index_q=halves_apart(p.w_index_q)), {}),
+}
+
+
+def halves_apart(w: jax.Array) -> jax.Array:
+    """Reorders an indexer's queries as if its checkpoint paired neighbours."""
+    order = np.r_[0:8:2, 1:8:2, 8:12]
+    return w.reshape(16, 12, -1)[:, order].reshape(w.shape)
+
+
+@pytest.mark.parametrize("trap", INDEXER_TRAPS)
+def test_golden_files_notice_each_part_of_the_indexer(trap):
+    case, (config, params) = golden_case(V32), model_of(V32)
+    layers, changes = zip(*(INDEXER_TRAPS[trap](p, config.latent.indexer) for p in params.layers), strict=True)
+    indexer = dataclasses.replace(config.latent.indexer, **changes[0])
+    other = dataclasses.replace(config, latent=latent_of(V32, indexer=indexer))
+    scores = dense_logits(params.replace(layers=layers), jnp.asarray(case.prompts[2]), config=other, max_len=1)
+    assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05
+
+
+def test_scores_of_an_indexer_are_those_of_its_definition_and_hadamard_matrices_change_none():
+    rng = np.random.default_rng(8)
+    q, weights, keys = rng.standard_normal((5, 3, 8)), rng.standard_normal((5, 3)), rng.standard_normal((7, 8))
+    expected = np.zeros((5, 7))
+    for t, head, c in np.ndindex(5, 3, 7):
+        expected[t, c] += weights[t, head] * max(q[t, head] @ keys[c], 0)
+    np.testing.assert_allclose(index_scores(*map(jnp.asarray, (q, weights, keys)), jnp), expected, atol=1e-5)
+    hadamard = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 3) * 8**-0.5
+    np.testing.assert_allclose(index_scores(q @ hadamard, weights, keys @ hadamard, np), expected, atol=1e-5)
+
+
 def test_the_bias_of_a_choice_keeps_its_bits_in_any_dtype():
     config, _ = model_of(V3)
     layers: Any = abstract_params(config, "bf16").layers
@@ -141,6 +196,18 @@ REAL = {
             **{"num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 163_840},
         },
         671_026_419_200,
+    ),
+    "DeepSeek-V3.2-Exp": (
+        {
+            **{"model_type": "deepseek_v32", "vocab_size": 129_280, "hidden_size": 7168, "num_hidden_layers": 61},
+            **{"num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 163_840},
+        },
+        671_026_419_200 + 61 * (64 * 128 * 1536 + 128 * 7168 + 2 * 128 + 64 * 7168),
+    ),
+    "Mistral-Small-4-119B": (
+        {"model_type": "mistral4", "vocab_size": 131_072, "hidden_size": 4096, "num_hidden_layers": 36}
+        | {"num_attention_heads": 32, "max_position_embeddings": 1_048_576},
+        118_972_826_624,
     ),
     "Kimi-K2-Instruct": (
         {
@@ -167,7 +234,8 @@ def test_weights_of_published_models_are_counted(name):
     values, expected = REAL[name]
     config = config_from_hf(values)
     assert num_params(config) == expected
-    assert StepFlops.of(config).pair == 4 * config.num_layers * config.num_heads * 576
+    head_dim = 320 if "Mistral" in name else 576
+    assert StepFlops.of(config).pair == 4 * config.num_layers * config.num_heads * head_dim
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name():
@@ -190,7 +258,7 @@ REFUSED = {
         "rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}
     },
     "groups_chosen 3 is above num_groups 2": {"n_group": 2, "topk_group": 3},
-    "num_chosen 5 is above num_experts 4": {"num_experts_per_tok": 5},
+    "num_experts_per_tok is 5; must be at most 4": {"num_experts_per_tok": 5},
     "first_k_dense_replace is -1": {"first_k_dense_replace": -1},
     "sliding_window is 12; supported by": {"sliding_window": 12},
 }

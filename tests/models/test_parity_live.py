@@ -9,7 +9,7 @@ import pytest
 
 from ksana_jax import LLM, PoolingParams
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, IndexerSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.loading import export_hf, load_model
@@ -29,7 +29,9 @@ compiled_logits = jax.jit(dense_logits, static_argnames="config")
 
 
 def theirs(model_dir, tokens: np.ndarray) -> np.ndarray:
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    # transformers 5.24.0 lists no language model for Mistral 4.
+    kind = "Mistral4ForCausalLM" if "mistral4" in (model_dir / "config.json").read_text() else "AutoModelForCausalLM"
+    model = getattr(transformers, kind).from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor(tokens)[None]).logits[0], -1).numpy()
 
@@ -122,7 +124,10 @@ EXPORTED = {
     "mistral": dataclasses.replace(TINY, family="mistral", pattern=AttentionPattern(window=9)),
     "ministral": dataclasses.replace(TINY, family="ministral", pattern=SLIDING),
     "ministral3": dataclasses.replace(
-        TINY, family="ministral3", rope=RopeConfig("yarn", 1e4, 4.0, 128, mscale=1.0, mscale_all_dim=1.0)
+        TINY,
+        family="ministral3",
+        query_growth=(0.3, 20),
+        rope=RopeConfig("yarn", 1e4, 4.0, 20, mscale=1.0, mscale_all_dim=1.0),
     ),
     "qwen2": dataclasses.replace(TINY, family="qwen2", qkv_bias=True, tie_embeddings=True, pattern=SLIDING),
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm="head", pattern=SLIDING),
@@ -218,6 +223,18 @@ EXPORTED = {
     "deepseek_v3": dataclasses.replace(
         LATENT,
         **{"family": "deepseek_v3", "mlp": "swiglu_experts", "d_ff": 12, "experts": SIGMOID, "attention_scale": 0.25},
+    ),
+    "deepseek_v32": dataclasses.replace(
+        LATENT,
+        **{"family": "deepseek_v32", "mlp": "swiglu_experts", "d_ff": 12, "experts": SIGMOID, "attention_scale": 0.25},
+        latent=LatentSpec(24, 8, 8, 10, 12, indexer=IndexerSpec(16, 12, 20)),
+    ),
+    "mistral4": dataclasses.replace(
+        LATENT,
+        **{"family": "mistral4", "mlp": "swiglu_experts", "d_ff": 12, "attention_scale": 0.25 * MSCALE**2},
+        experts=dataclasses.replace(SIGMOID, scoring="softmax", choice_bias=False),
+        rope=dataclasses.replace(LATENT.rope, kind="yarn", factor=4.0, original_max_len=32, **MSCALES),
+        query_growth=(0.3, 32),
     ),
     "glm4_moe_lite": dataclasses.replace(
         LATENT,

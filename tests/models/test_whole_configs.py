@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.loading import LoadError, load_model
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.params import init_params
@@ -52,6 +54,25 @@ def test_a_text_model_within_another_is_loaded_as_when_it_is_alone(name, tmp_pat
     expected, weights = load_model(golden_case(name).model_dir)
     assert config == expected
     jax.tree.map(np.testing.assert_array_equal, params, weights)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_text_model_of_mistral_4_is_found_under_both_names(prefix, tmp_path):
+    case = golden_case("mistral4-latent-rope-yarn-experts-new")
+    values = json.loads((case.model_dir / "config.json").read_text())
+    names = {"model.": prefix} | ({"lm_head": "language_model.lm_head"} if prefix.startswith("l") else {})
+    tensors = load_file(case.model_dir / "model.safetensors")
+    for of_text, of_whole in names.items():
+        tensors = {re.sub(f"^{of_text}", of_whole, name): tensor for name, tensor in tensors.items()}
+    save_file(tensors | {"vision_tower.x.weight": np.zeros((2, 2))}, tmp_path / "model.safetensors")
+    whole = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": values}
+    values.pop("architectures")
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": False}))
+    (config, params), (expected, weights) = load_model(tmp_path), load_model(case.model_dir)
+    assert config == expected
+    jax.tree.map(np.testing.assert_array_equal, params, weights)
+    with pytest.raises(ConfigError, match="model_type is 'ministral3'; supported: mistral4"):
+        config_from_hf(whole | {"text_config": values | {"model_type": "ministral3"}})
 
 
 def test_stacks_of_another_number_of_experts_are_refused(tmp_path):

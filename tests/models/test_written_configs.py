@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, LatentSpec, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, IndexerSpec, LatentSpec, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
@@ -65,7 +65,13 @@ WRITABLE = [
     ModelConfig(family="ministral", num_layers=2, pattern=SLIDING, rope=ROPES["llama3"][1], max_position=8192),
     ModelConfig(family="ministral", num_layers=2),
     ModelConfig(family="ministral3", num_layers=2, pattern=AttentionPattern(window=9), rope=RopeConfig(theta=1e6)),
-    ModelConfig(family="ministral3", num_layers=2, rope=RopeConfig("yarn", 1e6, 16.0, 4096, mscale=1.0)),
+    ModelConfig(family="ministral3", num_layers=2, rope=RopeConfig("yarn", 1e6, 4.0, 1024, mscale=1.0)),
+    ModelConfig(
+        **LATENT
+        | ROUTED
+        | {"experts": ExpertsSpec(8, 2, shared_d_ff=32, shared_gate=False), "query_growth": (0.2, 1024)},
+        **{"family": "mistral4", "attention_scale": 16**-0.5 * MSCALE**2, "rope": LATENT_YARN},
+    ),
     ModelConfig(family="qwen2", num_layers=2, qkv_bias=True, pattern=SLIDING),
     ModelConfig(family="qwen3", num_layers=2, qk_norm="head", pattern=SLIDING[::-1]),
     ModelConfig(family="qwen3", num_layers=2, qk_norm="head", qkv_bias=True, out_bias=True, eos_ids=(7,)),
@@ -152,6 +158,10 @@ WRITABLE = [
     ),
     ModelConfig(**LATENT, family="youtu", attention_scale=16**-0.5, rope=RopeConfig(partial_rotary_factor=PART)),
     ModelConfig(**LATENT | ROUTED, family="deepseek_v3", attention_scale=16**-0.5, rope=LATENT_ROPE),
+    ModelConfig(
+        **LATENT | ROUTED | {"latent": LatentSpec(24, 8, 8, 10, 12, indexer=IndexerSpec(4, 16, 100))},
+        **{"family": "deepseek_v32", "attention_scale": 16**-0.5, "rope": LATENT_ROPE},
+    ),
     ModelConfig(**LATENT | ROUTED, family="glm4_moe_lite", attention_scale=16**-0.5 * MSCALE**2, rope=LATENT_YARN),
     ModelConfig(
         **LATENT | ROUTED | {"experts": ExpertsSpec(8, 2, False, 64, num_groups=2, shared_gate=False, factor=16.0)},

@@ -1,5 +1,5 @@
-"""KV selection: decides which blocks of a text a query reads. Nothing is evicted. SELECTION_METHODS has one entry and
-file for each.
+"""KV selection: decides which blocks, or tokens, of a text a query reads. Nothing is evicted. SELECTION_METHODS has one
+entry and file for each.
 
 A method of your own needs no entry: `kv_selection={"method": "my_package.module:Mine", "budget": 1024}`.
 """
@@ -15,6 +15,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 SELECTION_METHODS: dict[str, str] = {
     "quest": "ksana_jax.methods.selection.quest:Quest",
     "rocketkv": "ksana_jax.methods.selection.rocketkv:RocketKV",
+    "lightning_indexer": "ksana_jax.methods.selection.lightning_indexer:LightningIndexer",
 }
 
 

@@ -1,6 +1,8 @@
 """The protocol of KV selection: a summary of each block's keys, and scores by which queries choose the blocks that they
 read. Knows no pools; NumPy and jax.numpy run the same formulas.
 
+A method with `by_token` has neither: the model's indexer scores single tokens.
+
 Every block of a text stays in the pool. A summary depends only on the block's keys, so it is copied, shared, swapped
 and cached with them.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
@@ -32,6 +34,8 @@ class SelectionMethod:
       prompts: "whole" reads all blocks while a prompt is computed, and selects for generated tokens. "streamed" selects
         for every token of a prompt too, as if it had been generated, so that scoring a text measures the method.
     """
+
+    by_token: ClassVar[bool] = False
 
     budget: int = 1024
     full_layers: int = 0
@@ -96,6 +100,10 @@ class SelectionMethod:
                 f"{block_size} tokens take {2 * block_size}"
             )
         return self.budget // block_size
+
+    def num_tokens(self, block_size: int) -> int:
+        """Returns the number of tokens that a query reads of a long text."""
+        return self.num_blocks(block_size) * block_size
 
     def in_layers(self, num_layers: int) -> tuple[SelectionMethod | None, ...]:
         """Returns the method for each layer; None for those that read all blocks.

@@ -79,7 +79,9 @@ FAMILIES = Families(
         "gpt_oss": "gpt_oss:GPT_OSS",
         "deepseek_v2": "deepseek:DEEPSEEK_V2",
         "deepseek_v3": "deepseek:DEEPSEEK_V3",
+        "deepseek_v32": "deepseek:DEEPSEEK_V32",
         "glm4_moe_lite": "glm4_moe_lite:GLM4_MOE_LITE",
+        "mistral4": "mistral4:MISTRAL4",
         "youtu": "youtu:YOUTU",
         "minicpm3": "minicpm3:MINICPM3",
         "lfm2": "lfm2:LFM2",
@@ -93,7 +95,7 @@ FAMILIES = Families(
 )
 
 # Families by the `model_type` of models that also read images, whose configs have the family's as `text_config`.
-WHOLES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+WHOLES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "mistral3": "mistral4"}
 # And by names of the same configs and weights, by which config.json tells engines apart.
 SAME = WHOLES | {"kimi_k2": "deepseek_v3"}
 # Fields that count where the config of a whole model has them, not those of its `text_config`.

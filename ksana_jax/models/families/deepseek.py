@@ -1,15 +1,20 @@
-"""DeepSeek V2 and V3: latents, and small experts, of which some serve all tokens (arXiv:2405.04434, 2412.19437)."""
+"""DeepSeek V2 and V3: latents, and small experts, of which some serve all tokens (arXiv:2405.04434, 2412.19437). V3.2:
+a V3 with indexers (arXiv:2512.02556)."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import IndexerSpec
 from ksana_jax.models.families import latents, routing
-from ksana_jax.models.families.family import BUFFERS, Family
-from ksana_jax.models.families.fields import Fields
+from ksana_jax.models.families.family import BUFFERS, Family, with_bias
+from ksana_jax.models.families.fields import MAX_LAYERS, Fields
 
 GROUPED = "group_limited_greedy"
+KINDS = ("dense", "sparse")
+INDEXER = {"index_n_heads": "num_heads", "index_head_dim": "head_dim", "index_topk": "top_k"}
 
 
 def read2(fields: Fields) -> dict[str, Any]:
@@ -31,6 +36,30 @@ def read3(fields: Fields) -> dict[str, Any]:
     return latents.read_latents(fields) | read_sigmoid_experts(fields)
 
 
+def read32(fields: Fields) -> dict[str, Any]:
+    fields.must_be("scoring_func", ("sigmoid",), "supported: sigmoid")
+    fields.must_be("topk_method", ("noaux_tc",), "supported: noaux_tc")
+    found = latents.read_latents(fields, kinds=("indexed_attention",))
+    spec = IndexerSpec(**{field: fields.integer(name) for name, field in INDEXER.items()})
+    plain = None if fields.get("mlp_layer_types") is None else read_plain_layers(fields, 0)
+    return found | {"latent": dataclasses.replace(found["latent"], indexer=spec)} | read_sigmoid_experts(fields, plain)
+
+
+def read_plain_layers(fields: Fields, first: int) -> tuple[int, ...]:
+    """Returns the layers without experts from `mlp_layer_types`, the first few where it is absent."""
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    kinds = fields.get("mlp_layer_types") or [KINDS[layer >= first] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in KINDS for kind in kinds):
+        fields.problem("mlp_layer_types", kinds, f"must list dense or sparse for each of {num_layers} layers")
+        return ()
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
+def write_plain_layers(config: ModelConfig) -> dict[str, Any]:
+    plain = config.experts.plain_layers if config.experts else ()
+    return {"mlp_layer_types": [KINDS[layer not in plain] for layer in range(config.num_layers)]}
+
+
 def read_sigmoid_experts(fields: Fields, plain_layers: tuple[int, ...] | None = None) -> dict[str, Any]:
     """Returns experts that are chosen by sigmoids and a bias."""
     routes = {"normalised": fields.flag("norm_topk_prob"), "scoring": "sigmoid", "choice_bias": True}
@@ -39,6 +68,12 @@ def read_sigmoid_experts(fields: Fields, plain_layers: tuple[int, ...] | None = 
 
 def write3(config: ModelConfig) -> dict[str, Any]:
     return latents.write_latents(config) | latents.write_experts(config)
+
+
+def write32(config: ModelConfig) -> dict[str, Any]:
+    spec = (config.latent and config.latent.indexer) or IndexerSpec(1, 1, 1)
+    indexer = {name: getattr(spec, field) for name, field in INDEXER.items()}
+    return write3(config) | write_plain_layers(config) | indexer
 
 
 DEEPSEEK_V2 = Family(
@@ -93,4 +128,19 @@ DEEPSEEK_V3 = Family(
     read_rope=latents.read_rope,
     # Layer 61 guesses the token after next; it is no layer of the model.
     buffers=rf"{BUFFERS}|model\.layers\.61\..*",
+)
+DEEPSEEK_V32 = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    architectures=("DeepseekV32ForCausalLM",),
+    defaults={**DEEPSEEK_V3.defaults, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
+    read=read32,
+    write=write32,
+    layer_names=latents.EXPERTS
+    | {
+        "w_index_q": "self_attn.indexer.wq_b.weight",
+        "w_index_k": "self_attn.indexer.wk.weight",
+        "index_k_norm": with_bias("self_attn.indexer.k_norm"),
+        "w_index_weights": "self_attn.indexer.weights_proj.weight",
+    },
 )

@@ -290,20 +290,17 @@ def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
     return otherwise
 
 
-def refuse_windows(fields: Fields, others: tuple[str, ...] = ()) -> None:
-    """Records a problem if a config asks for sliding layers and its family has none.
+def refuse_windows(fields: Fields, kinds: tuple[str, ...] = ("full_attention",)) -> None:
+    """Records a problem if a config asks for sliding layers and its family has none; kinds: of layers that it has.
 
     transformers ignores these fields in such a config, but the author of the file expects a window.
-
-    Args:
-      others: kinds of layers besides full_attention that the family has.
     """
     fields.must_be(
         "sliding_window", (), "supported by mistral, ministral, qwen2, qwen3, gemma2, gemma3_text, olmo3, phi3"
     )
-    kinds, allowed = fields.get("layer_types"), ("full_attention", *others)
-    if kinds is not None and (not isinstance(kinds, list) or any(kind not in allowed for kind in kinds)):
-        fields.problem("layer_types", kinds, f"supported: {', '.join(allowed)}")
+    found = fields.get("layer_types")
+    if found is not None and (not isinstance(found, list) or any(kind not in kinds for kind in found)):
+        fields.problem("layer_types", found, f"supported: {', '.join(kinds)}")
 
 
 def one_or_each(values: Sequence[T]) -> T | tuple[T, ...]:

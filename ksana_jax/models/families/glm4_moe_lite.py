@@ -6,20 +6,13 @@ from typing import Any
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.families import latents, routing
-from ksana_jax.models.families.deepseek import read_sigmoid_experts
+from ksana_jax.models.families.deepseek import read_plain_layers, read_sigmoid_experts, write_plain_layers
 from ksana_jax.models.families.family import BUFFERS, Family
-from ksana_jax.models.families.fields import MAX_LAYERS, Fields
-
-KINDS = ("dense", "sparse")
+from ksana_jax.models.families.fields import Fields
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-    kinds = fields.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in KINDS for kind in kinds):
-        fields.problem("mlp_layer_types", kinds, f"must list dense or sparse for each of {num_layers} layers")
-        kinds = []
-    plain = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    plain = read_plain_layers(fields, 1)
     fields.must_be("first_k_dense_replace", (len(plain),), f"mlp_layer_types has {len(plain)} dense layers")
     for name, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
         fields.must_be(name, (value,), f"supported: {value}")
@@ -27,9 +20,7 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    written = latents.write_latents(config) | latents.write_experts(config)
-    plain = config.experts.plain_layers if config.experts else ()
-    return written | {"mlp_layer_types": [KINDS[layer not in plain] for layer in range(config.num_layers)]}
+    return latents.write_latents(config) | latents.write_experts(config) | write_plain_layers(config)
 
 
 GLM4_MOE_LITE = Family(

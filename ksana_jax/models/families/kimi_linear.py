@@ -58,7 +58,7 @@ def read(fields: Fields) -> dict[str, Any]:
     num_layers, first = fields.integer("num_hidden_layers", most=MAX_LAYERS), fields.get("first_k_dense_replace")
     kinds = [MLPS[not isinstance(first, int) or layer >= first] for layer in range(num_layers)]
     fields.must_be("mlp_layer_types", (kinds,), f"supported: dense in the first first_k_dense_replace {first} layers")
-    found = latents.read_latents(fields, others=delta_rule.KINDS) | read_sigmoid_experts(fields)
+    found = latents.read_latents(fields, kinds=delta_rule.KINDS) | read_sigmoid_experts(fields)
     return found | {"recurrent": read_layers(fields)}
 
 

@@ -50,9 +50,11 @@ DEFAULTS = {
 }
 
 
-def read_latents(fields: Fields, *, interleaved: bool = True, others: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns the latents of each layer, and what follows from them; others: see `refuse_windows`."""
-    refuse_windows(fields, others)
+def read_latents(
+    fields: Fields, *, interleaved: bool = True, kinds: tuple[str, ...] = ("full_attention",)
+) -> dict[str, Any]:
+    """Returns the latents of each layer, and what follows from them; kinds: see `refuse_windows`."""
+    refuse_windows(fields, kinds)
     for name in ("attention_bias", "mlp_bias"):
         fields.must_be(name, (False,), "supported: false")
     fields.must_be("rope_interleave", (interleaved,), f"supported: {str(interleaved).lower()}")
@@ -101,8 +103,12 @@ def write_latents(config: ModelConfig) -> dict[str, Any]:
 
 def read_rope(fields: Fields, max_position: int) -> RopeConfig:
     """Reads the rope of the rotated numbers, as one of a part of a token's numbers in the pool."""
+    return of_tokens(fields, rope.read_rope(fields, max_position))
+
+
+def of_tokens(fields: Fields, form: RopeConfig) -> RopeConfig:
     part = rotated_part(fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim"))
-    return dataclasses.replace(rope.read_rope(fields, max_position), partial_rotary_factor=part)
+    return dataclasses.replace(form, partial_rotary_factor=part)
 
 
 def read_experts(fields: Fields, plain_layers: tuple[int, ...] | None = None, **routes: Any) -> dict[str, Any]:
@@ -116,9 +122,18 @@ def read_experts(fields: Fields, plain_layers: tuple[int, ...] | None = None, **
     num_layers, width = fields.integer("num_hidden_layers", most=MAX_LAYERS), fields.integer("moe_intermediate_size")
     if plain_layers is None:
         plain_layers = tuple(range(min(_count(fields, "first_k_dense_replace"), num_layers)))
-    experts = ExpertsSpec(
+    number, chosen = (
         fields.integer("n_routed_experts", most=MAX_EXPERTS // num_layers),
         fields.integer("num_experts_per_tok"),
+    )
+    groups = routes.get("num_groups", 1)
+    if number % groups:
+        fields.problem("n_routed_experts", number, f"must be a multiple of n_group {groups}")
+    elif chosen > (most := number // groups * routes.get("groups_chosen", 1)):
+        fields.problem("num_experts_per_tok", chosen, f"must be at most {most}, the experts of the groups chosen")
+    experts = ExpertsSpec(
+        number,
+        chosen,
         shared_d_ff=width * _count(fields, "n_shared_experts"),
         shared_gate=False,
         plain_layers=plain_layers,

@@ -1,14 +1,13 @@
 """Ministral: a Mistral in which only some layers have the window. Ministral 3: one with YaRN, whose queries also grow
-with the logarithm of the position (Mistral AI, 2025).
-
-The growth begins at the length before YaRN, up to which it is 1: contexts end there.
-"""
+with the logarithm of the position (Mistral AI, 2025)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from ksana_jax.core import checks
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import mistral
@@ -32,28 +31,36 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 def read3(fields: Fields) -> dict[str, Any]:
+    return mistral.read(fields) | read_growth(fields)
+
+
+def read_growth(fields: Fields) -> dict[str, Any]:
     rope = fields.get("rope_parameters")
     beta = rope.get(BETA) if isinstance(rope, Mapping) else None
     if not beta:
-        return mistral.read(fields)
-    if beta != ROPE[BETA]:
-        fields.problem(f"rope_parameters.{BETA}", beta, f"supported: {ROPE[BETA]}")
-    most, original = fields.integer("max_position_embeddings"), rope.get(ORIGINAL)
-    return mistral.read(fields) | {"max_position": min(most, original) if isinstance(original, int) else most}
+        return {}
+    length = rope.get(ORIGINAL)
+    if problem := checks.integer(f"rope_parameters.{ORIGINAL}", length):
+        fields.problems.append(problem)
+    return {"query_growth": (fields.number(f"rope_parameters.{BETA}", beta), length)}
 
 
-def read_ropes(fields: Fields, max_position: int) -> RopeConfig:
+def read_ropes(fields: Fields, max_position: int, implied: Mapping[str, float] = MappingProxyType({})) -> RopeConfig:
+    """Reads the rope from rope_parameters; implied: further entries, which may have these values only."""
     rope = fields.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return read_rope(fields, max_position)
-    kept = {name: value for name, value in rope.items() if name not in OWN}
+    for name, value in implied.items():
+        if rope.get(name) not in (None, value):
+            fields.problem(f"rope_parameters.{name}", rope[name], f"supported: {value}")
+    kept = {name: value for name, value in rope.items() if name not in (*OWN, *implied)}
     return read_form(fields, "rope_parameters", kept, max_position)
 
 
 def write_ropes(config: ModelConfig) -> dict[str, Any]:
     written = rope_fields(config.layers[0].attention.rope)
     scaling = written["rope_scaling"] or {"rope_type": "default"}
-    grows = {BETA: ROPE[BETA]} if scaling["rope_type"] == "yarn" else {}
+    grows = {BETA: config.query_growth[0]} if config.query_growth else {}
     return {"rope_parameters": scaling | {"rope_theta": written["rope_theta"]} | grows}
 
 
