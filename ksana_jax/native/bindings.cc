@@ -81,6 +81,7 @@ ffi::Error LinearCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, 
   p.k = w.dimensions()[1], p.n = w.dimensions()[0], p.t = p.k ? x.element_count() / p.k : 0;
   p.x = Data(x), p.w = Data(w), p.scales = OrNull(scales), p.y = Data(y);
   p.asked = static_cast<Stored>(asked);
+  p.parts = scales.dimensions().size() == 2 ? scales.dimensions()[1] : 0;
   Linear(p, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
 }
@@ -93,6 +94,7 @@ ffi::Error GroupedCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   p.t = x.dimensions()[0], p.n = w.dimensions()[1], p.k = w.dimensions()[2];
   p.x = Data(x), p.w = Data(w), p.scales = OrNull(scales), p.y = Data(y);
   p.asked = static_cast<Stored>(asked);
+  p.parts = scales.dimensions().size() == 3 ? scales.dimensions()[2] : 0;
   grouped.groups = w.dimensions()[0], grouped.counts = counts.typed_data();
   LinearOfGroups(grouped, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();

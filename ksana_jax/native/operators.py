@@ -30,19 +30,21 @@ def linear(
     """Multiplies x [..., in] by w [out, in] and adds b [out]; the contract of `models.layers.linear`.
 
     Args:
-      scales: float32 [out], of rows of w, which then are int8 codes.
+      scales: float32 [out], of rows of w, which then are int8 codes; or [out, groups], of as many equal parts of each
+        row, multiples of 32 numbers, which then are float8_e4m3fn. Products are those with the codes times the scales
+        in x's dtype.
 
     Raises:
-      NotImplementedError: x is neither float32 nor bfloat16, or w is not of x's dtype, or of int8 with scales.
+      NotImplementedError: x is neither float32 nor bfloat16, or w is not of x's dtype, or of int8 or float8_e4m3fn with
+        scales.
       ValueError: w, b or scales do not fit x, or each other.
     """
-    if x.dtype.name not in DTYPES or w.dtype != (x.dtype if scales is None else jnp.int8):
-        names = " or ".join(DTYPES)
-        raise NotImplementedError(f"{x.dtype} times {w.dtype}; native products have both in {names}, or scaled int8")
+    check_types(x, w, scales)
+    reason = f"the matrix is {list(w.shape)}"
     check_shape("the matrix", w.shape, (len(w), x.shape[-1]), f"x is {list(x.shape)}")
-    for name, vector in (("the bias", b), ("scales", scales)):
-        if vector is not None:
-            check_shape(name, vector.shape, w.shape[:1], f"the matrix is {list(w.shape)}")
+    check_scales(scales, w.shape, reason)
+    if b is not None:
+        check_shape("the bias", b.shape, w.shape[:1], reason)
     dtype = jnp.dtype(dtype or x.dtype)
     asked = jnp.dtype(jnp.float32) if b is not None or dtype.name not in DTYPES else dtype
     result = jax.ShapeDtypeStruct((*x.shape[:-1], len(w)), asked)
@@ -50,6 +52,26 @@ def linear(
     given = jnp.zeros(0, jnp.float32) if scales is None else scales
     y = jax.ffi.ffi_call(target("ksana_linear"), result)(x, w, given, stored=stored, asked=of_result)
     return (y if b is None else y + b).astype(dtype)
+
+
+def check_types(x: jax.Array, w: jax.Array, scales: jax.Array | None) -> None:
+    """Checks the types of rows, and of a matrix or a stack of them, whose codes have scales."""
+    kind = x.dtype if scales is None else jnp.float8_e4m3fn if scales.ndim == w.ndim else jnp.int8
+    if x.dtype.name not in DTYPES or w.dtype != kind:
+        names = " or ".join(DTYPES)
+        raise NotImplementedError(
+            f"{x.dtype} times {w.dtype}; native products have both in {names}, or int8 or float8_e4m3fn with scales"
+        )
+
+
+def check_scales(scales: jax.Array | None, shape: tuple[int, ...], reason: str) -> None:
+    """Checks that scales are those of a matrix [out, in], or of a stack of them."""
+    if scales is None:
+        return
+    groups = scales.shape[len(shape) - 1 :]
+    check_shape("scales", scales.shape, (*shape[:-1], *groups), reason)
+    if groups and shape[-1] % (BLOCK * max(groups[0], 1)):
+        raise ValueError(f"scales have {groups[0]} groups, which must be of a multiple of {BLOCK} numbers: {reason}")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool = False) -> jax.Array:
