@@ -40,7 +40,7 @@ Vectors VectorsOf(const ffi::AnyBuffer& buffer, int32_t type, int64_t h) {
 ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, ffi::AnyBuffer scales, ffi::AnyBuffer zeros,
                   ffi::Buffer<ffi::F32> levels, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> positions,
                   ffi::Buffer<ffi::S32> numbers, ffi::AnyBuffer q_sink, ffi::Buffer<ffi::F32> sinks,
-                  ffi::Buffer<ffi::F32> factors, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Buffer<ffi::F32> factors, ffi::AnyBuffer rotated, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<ffi::Buffer<ffi::F32>> lse, ffi::Result<ffi::Buffer<ffi::F32>> mass, int32_t stored,
                   int32_t asked, float soft_cap) {
   const auto dims = q.dimensions(), of_pool = kv.dimensions();
@@ -57,6 +57,10 @@ ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   call.pool.scale_type = scales.element_type() == ffi::F16 ? kFloat16 : kFloat32;
   call.pool.bits = call.h ? 8 * call.pool.bytes / call.h : 0;
   call.pool.groups = scales.dimensions().size() == 6 ? scales.dimensions()[5] : 1;
+  if (rotated.element_count()) {
+    call.pool.rotated = reinterpret_cast<const uint16_t*>(Data(rotated));
+    call.pool.num_rotated = rotated.dimensions().back();
+  }
   call.tables = tables.typed_data();
   call.starts = starts.typed_data();
   call.positions = positions.typed_data();
@@ -282,6 +286,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_attend, ksana::AttendCall,
                                   .Arg<ksana::ffi::AnyBuffer>()                     // q_sink
                                   .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // sinks
                                   .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // mass_factor
+                                  .Arg<ksana::ffi::AnyBuffer>()                     // rotated
                                   .Ret<ksana::ffi::AnyBuffer>()                     // out
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()       // lse
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()       // mass

@@ -71,25 +71,6 @@ void Dots(const Product& p, const typename Type::Number* w, int64_t row, int64_t
   }
 }
 
-inline Ints LoadCodes(const int8_t* from) {
-  // gcc 12 would convert lane by lane.
-#if defined(__AVX512F__)
-  return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#elif defined(__AVX2__)
-  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-#elif defined(__aarch64__)
-  int32_t four;
-  std::memcpy(&four, from, sizeof(four));
-  return (Ints)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
-#else
-  Ints x;
-  for (int i = 0; i < kLanes; ++i) x[i] = from[i];
-  return x;
-#endif
-}
-
-inline Floats FromCodes(const int8_t* from) { return __builtin_convertvector(LoadCodes(from), Floats); }
-
 // Numbers of float8_e4m3fn: a sign, 4 bits of an exponent with bias 7, and 3 of a mantissa. No step has numbers so small
 // that a processor may take them for zero.
 inline Floats FromFloat8(const int8_t* from) {
