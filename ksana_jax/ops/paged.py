@@ -14,6 +14,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.expanded import Expand, attend_expanded
 from ksana_jax.ops.implementations import PagedAttention
 from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.pool import KVCache
@@ -33,6 +34,7 @@ class PagedLayer(NamedTuple):
       group, on the device.
     residual: the same of exact keys and of exact values next to codes, or None; see `KVLayout.residual_places`.
     schedule: layers with the same number, pattern and group share what the implementation schedules.
+    expand: `latents.expansion` of its weights in a step whose queries attend to expanded latents; else None.
     """
 
     spec: LayerSpec
@@ -47,6 +49,7 @@ class PagedLayer(NamedTuple):
     residual: Any
     schedule: int
     selection: SelectionMethod | None = None
+    expand: Expand | None = None
 
 
 def paged_attend(
@@ -93,7 +96,9 @@ def paged_attend(
             if layer.selection is not None and spec.own_kv:
                 cache = summarise(layer.selection, cache, context)
         with jax.named_scope("attention"):
-            if layer.selection is None:
+            if layer.expand is not None:
+                out, masses = attend_expanded(layer.expand, attention, queries, cache, context, spec), ()
+            elif layer.selection is None:
                 out, masses = attention.attend(queries, cache, context, schedules.get(layer.schedule))
             else:
                 out, masses = attend_selected(layer.selection, attention, queries, cache, context)

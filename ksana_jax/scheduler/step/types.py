@@ -133,6 +133,7 @@ class StepShape(NamedTuple):
     parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
     tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
     0 if none do. tree: a tile's tokens are nodes of a tree, see `StepArrays.ancestors`. steered: S of `Steered`.
+    alone: all tokens are one row's, which attend to expanded latents, see `ops.expanded`.
     """
 
     parts: tuple[TileGroup, ...]
@@ -141,6 +142,7 @@ class StepShape(NamedTuple):
     shared_rows: int = 0
     tree: bool = False
     steered: int = 0
+    alone: bool = False
 
     @property
     def num_tokens(self) -> int:
