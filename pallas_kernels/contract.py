@@ -60,8 +60,18 @@ class Pool(NamedTuple):
         dtype, shape = jnp.dtype("float32"), self.kv.shape[:-1]
         if self.levels is not None and self.scales.ndim == self.kv.ndim:
             dtype, shape = jnp.dtype("float16"), (*shape, self.scales.shape[-1])
-        if self.rotated is not None:
-            shape = *shape, self.scales.shape[-1]
+        if (x := self.rotated) is not None:
+            shape, one_side = (*shape, self.scales.shape[-1]), (*shape[:2], 1, *shape[3:])
+            if (
+                x.dtype.itemsize != 2
+                or x.shape[:-1] != one_side
+                or x.shape[-1] % 2
+                or self.kv.shape[-1] % (32 * shape[-1])
+            ):
+                raise ValueError(
+                    f"rotated numbers are {x.dtype}{list(x.shape)}, must be an even number in 16 bits for each vector, "
+                    f"next to codes {list(self.kv.shape)} with scales of a multiple of 32"
+                )
         if self.kv.dtype == jnp.int4:
             dtype, shape = jnp.dtype("bfloat16"), int4.scales_shape(self.kv.shape)
         if self.scales.dtype != dtype or self.scales.shape != shape:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.native.operators import Weights, check_scales, check_types, rounded_rows
+from ksana_jax.native.codes import check_scales, check_types
+from ksana_jax.native.operators import Weights, rounded_rows
 from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.native.shapes import BLOCK, check_shape
+from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import STORED, target
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 
@@ -75,12 +75,6 @@ def _check_shapes(call: Call) -> None:
     stored = h if levels is None else h * (len(levels).bit_length() - 1) // 8
     if (rotated := call.pool.rotated) is not None:
         stored = h - rotated.shape[-1]
-        check_shape("rotated numbers", rotated.shape, (m, layers, 1, k, b, rotated.shape[-1]), queries)
-        if rotated.dtype.itemsize != 2 or rotated.shape[-1] % 2 or stored % (BLOCK * call.pool.scales.shape[-1]):
-            raise ValueError(
-                f"rotated numbers are {rotated.dtype}{list(rotated.shape)}, must be an even number in 16 bits, next to "
-                f"codes with scales of a multiple of {BLOCK}: {queries}"
-            )
     check_shape("the pool", call.pool.kv.shape, (m, layers, 1 if sides == 1 else 2, k, b, stored), queries)
     if rotated is None and call.pool.scales is not None and h % (groups := math.prod(call.pool.scales.shape[5:])):
         raise ValueError(f"{groups} groups of scales, must divide a head dim of {h}: {queries}")

@@ -176,7 +176,7 @@ def plain_shapes(buckets: Buckets, max_width: int | None = None) -> list[StepSha
         buckets.plain((tiles,), width)._replace(alone=True)
         for width in _widths(buckets, max_width)
         for tiles in buckets.tiles
-        if buckets.may_be_alone(tiles.count * tiles.width, width)
+        if buckets.alone and buckets.alone.hold([tiles.count * tiles.width], width)
     ]
     if buckets.shared_rows:
         several = [s for s in shapes if s.parts[0].width == 1 and s.parts[0].count > 1]

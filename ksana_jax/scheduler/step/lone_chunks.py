@@ -1,6 +1,10 @@
-"""Steps with a long chunk of one row, which attends to keys and values expanded from its latents. No jax."""
+"""Steps with a long chunk of one row and nothing else, `StepShape.alone`, which attends to keys and values expanded
+from the row's latents, see `ops.expanded`. No jax."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ksana_jax.core.config import EngineConfig, ModelConfig
 from ksana_jax.core.dtypes import DTYPE_BYTES
@@ -9,12 +13,25 @@ from ksana_jax.core.dtypes import DTYPE_BYTES
 MOST_BYTES = 2**29
 
 
-def lone_chunks(model: ModelConfig, config: EngineConfig) -> tuple[int, int] | None:
-    """Returns the least tokens of a chunk that expands latents, and the largest width of its block table for which
-    expanded keys and values take at most MOST_BYTES; None if no step expands them.
+class LoneChunks(NamedTuple):
+    """Sizes of chunks that expand latents.
 
-    Chunks next to decodes or to other chunks do not. With `numerics: invariant` none does: a token's bits would depend
-    on its chunk. Methods that evict or select read latents.
+    least: tokens. widest: block table for which a layer's keys and values take at most MOST_BYTES.
+    """
+
+    least: int
+    widest: int
+
+    def hold(self, counts: Sequence[int], width: int) -> bool:
+        """True if a step of chunks of some tokens, with block tables of a width, is one of them."""
+        return len(counts) == 1 and counts[0] >= self.least and width <= self.widest
+
+
+def lone_chunks(model: ModelConfig, config: EngineConfig) -> LoneChunks | None:
+    """Returns the chunks of an engine that expand latents, or None.
+
+    With `numerics: invariant` none does: a token's bits would depend on its chunk. Methods that evict or select read
+    latents.
 
     Args:
       config: completed by `EngineConfig.for_model`.
@@ -24,4 +41,4 @@ def lone_chunks(model: ModelConfig, config: EngineConfig) -> tuple[int, int] | N
     if latent is None or latent.least_expanded is None or reads_latents or config.numerics == "invariant":
         return None
     of_token = 2 * model.num_heads // config.tensor_parallel_size * latent.expanded_dim * DTYPE_BYTES[config.dtype]
-    return latent.least_expanded, MOST_BYTES // (of_token * config.block_size)
+    return LoneChunks(latent.least_expanded, MOST_BYTES // (of_token * config.block_size))
