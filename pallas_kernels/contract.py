@@ -35,12 +35,16 @@ class Pool(NamedTuple):
     levels: [2^bits] float32 where kv is packed codes of 2 to 4 bits, uint8 [M, L, 2, K, B, H * bits / 8], lowest bit
       first: a number is the level of its code times its scale, plus its zero. Scales are float32 [M, L, 2, K, B], or
       float16 [M, L, 2, K, B, G] for G groups of neighbours.
+    rotated: bfloat16, or its bits, [M, L, 1, K, B, R] where vectors are keys and values at once, and kv has int8 codes
+      of their H - R other numbers, with float32 scales [M, L, 1, K, B, G] of groups of neighbours. A vector is half of
+      the R numbers, half of the others, and the other halves.
     """
 
     kv: Array
     scales: Array | None = None
     zeros: Array | None = None
     levels: Array | None = None
+    rotated: Array | None = None
 
     def check_scales(self) -> None:
         """Raises ValueError if codes have no scales, numbers have scales, or the scales do not fit the pool."""
@@ -55,6 +59,18 @@ class Pool(NamedTuple):
         dtype, shape = jnp.dtype("float32"), self.kv.shape[:-1]
         if self.levels is not None and self.scales.ndim == self.kv.ndim:
             dtype, shape = jnp.dtype("float16"), (*shape, self.scales.shape[-1])
+        if (x := self.rotated) is not None:
+            shape, one_side = (*shape, self.scales.shape[-1]), (*shape[:2], 1, *shape[3:])
+            if (
+                x.dtype.itemsize != 2
+                or x.shape[:-1] != one_side
+                or x.shape[-1] % 2
+                or self.kv.shape[-1] % (32 * shape[-1])
+            ):
+                raise ValueError(
+                    f"rotated numbers are {x.dtype}{list(x.shape)}, must be an even number in 16 bits for each vector, "
+                    f"next to codes {list(self.kv.shape)} with scales of a multiple of 32"
+                )
         if self.kv.dtype == jnp.int4:
             dtype, shape = jnp.dtype("bfloat16"), int4.scales_shape(self.kv.shape)
         if self.scales.dtype != dtype or self.scales.shape != shape:
@@ -287,8 +303,8 @@ def check_options(call: Call, *reads: str) -> None:
     """Raises NotImplementedError if a call has options, scales, tables or a pool that a kernel does not read.
 
     Args:
-      reads: names of fields of Options, "scales" for pools of codes, "levels" for packed ones, "by_head" for tables
-        of single kv heads, and "latents" for pools of keys and values at once.
+      reads: names of fields of Options, "scales" for pools of codes, "levels" for packed ones, "rotated" for codes next
+        to rotated numbers, "by_head" for tables of single kv heads, and "latents" for pools of keys and values at once.
     """
     asked = [
         field.name
@@ -297,6 +313,7 @@ def check_options(call: Call, *reads: str) -> None:
     ]
     asked += ["scales"] * (call.pool.scales is not None and "scales" not in reads)
     asked += ["packed codes"] * (call.pool.levels is not None and "levels" not in reads)
+    asked += ["codes next to rotated numbers"] * (call.pool.rotated is not None and "rotated" not in reads)
     asked += ["tables of single kv heads"] * (call.by_head and "by_head" not in reads)
     asked += ["keys and values at once"] * (call.pool.kv.shape[2] == 1 and "latents" not in reads)
     if asked:

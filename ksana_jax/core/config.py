@@ -186,9 +186,9 @@ class EngineConfig:
       quantization: "int8" stores the matrices of layers as codes with a scale per row, and computes in `dtype`; "w8a8"
         also rounds activations to codes, with a scale per token, and multiplies integers. Weights are quantised when
         they are loaded, which needs extra memory. Embedding, output head and norms keep their dtype. "stored" keeps
-        the matrices of a quantised model, GGUF or safetensors (GPTQ, AWQ, compressed-tensors), on a CPU, in 4.5 to 10
-        bits a number (`models.block_matrix.FORMS`); native products round activations to int8, with a scale for each
-        32, and operators.linear "xla" does not. None leaves all weights in `dtype`.
+        the matrices of a quantised model, GGUF or safetensors (GPTQ, AWQ, compressed-tensors, FP8), on a CPU, in 4.5 to
+        10 bits a number (`models.block_matrix.FORMS`); native products round activations to int8, with a scale for each
+        32, but not for FP8, and operators.linear "xla" does not. None leaves all weights in `dtype`.
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2",
         "hadamard4", "turboquant4" and the same with 3 and 2 bits; "latent8", see `methods.codecs.latent`; one in

@@ -229,7 +229,7 @@ def _builder(half: DeviceSetup, model: ModelConfig, buckets: Buckets | None) -> 
     if config.enable_lora:
         additions["adapters"] = adapter_slots
     return BatchBuilder(
-        buckets or make_buckets(config, half.platform, draft_lengths(config), draws_trees(config)),
+        buckets or make_buckets(config, half.platform, draft_lengths(config), draws_trees(config), model),
         config.block_size,
         config.num_blocks,
         model.vocab_size,

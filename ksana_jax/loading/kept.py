@@ -26,7 +26,7 @@ from ksana_jax.native.shapes import BLOCK
 from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share, share
 
 logger = logging.getLogger("ksana_jax")
-_IN_BLOCKS = ", ".join(name for name in FORMS if not name.startswith("int"))
+_IN_BLOCKS = ", ".join(name for name in FORMS if not name.startswith(("int", "fp8")))
 
 
 def with_kept(config: ModelConfig, model: Any, embedding_device: str = "device") -> ModelConfig:
@@ -82,8 +82,8 @@ def keeping(
     reasons = "; ".join(f"{count:,} have {reason}" for reason, count in unkept.items() if reason)
     if not kept:
         raise ConfigError(
-            f"quantization is 'stored', but {source} stores no matrix in {_IN_BLOCKS}, or in integers of 4 or 8 "
-            f"bits with groups of a multiple of {BLOCK} columns, which memory keeps"
+            f"quantization is 'stored', but {source} stores no matrix in {_IN_BLOCKS}, or in FP8 or integers of "
+            f"4 or 8 bits with groups of a multiple of {BLOCK} columns, which memory keeps"
             f"{reasons and f' ({reasons})'}; leave it out to load a checkpoint in `dtype`"
         )
     if reasons:
@@ -145,9 +145,13 @@ def _read_matrix(stored: StoredTensor, dtype: Any, share: Share) -> BlockMatrix:
     codes, scales, minima, factors = (
         None if part[0] is None else np.concatenate(part) for part in zip(*pieces, strict=True)
     )
-    largest = np.float32(2**7)  # magnitude of a code
+    is_float = stored.form is not None and FORMS[stored.form].is_float
+    magnitude = 9 if is_float else 7  # of a code, at most 2 to this power
     with np.errstate(over="ignore"):
         checked = (scales, minima) if factors is None else (factors,)
-        if not all(np.isfinite(numbers * largest).all() for numbers in checked if numbers is not None):
-            raise LoadError(f"{stored.path}: {stored.name} has scales that are NaN or infinite, or above 2 ** 120")
+        if not all(np.isfinite(numbers * np.float32(2**magnitude)).all() for numbers in checked if numbers is not None):
+            limit = 127 - magnitude
+            raise LoadError(f"{stored.path}: {stored.name} has scales that are NaN or infinite, or above 2 ** {limit}")
+    if is_float and (codes.view(np.uint8) & 127 == 127).any():
+        raise LoadError(f"{stored.path}: {stored.name} has codes that are NaN")
     return BlockMatrix(codes, scales, minima, np.dtype(dtype), factors)

@@ -1,4 +1,4 @@
-"""Matrices in blocks of codes, as in GGUF files: 16 or 32 neighbours of a row share a scale, perhaps a minimum too."""
+"""Matrices in blocks of codes, as in GGUF files: 16 to 128 neighbours of a row share a scale, perhaps a minimum too."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Form(NamedTuple):
     Files store Q2_K and Q3_K, and levels of a table, in fewer bits.
 
     bits: of a code. Codes of 4, 5 and 6 bits start at 0; without minima, `zero_of` them is subtracted. 8-bit codes have
-      a sign.
-    group: numbers that share a scale, 16 or 32.
+      a sign, and are floats with is_float.
+    group: numbers that share a scale: 16 or 32, and 128 of floats.
     scales: dtype of scales and minima. Those in int8 are multiplied by factors in float16, of each 256 numbers; float32
       holds the products exactly.
     """
@@ -34,6 +34,12 @@ class Form(NamedTuple):
     has_minima: bool = False
     group: int = BLOCK
     scales: str = "float16"
+    is_float: bool = False
+
+    @property
+    def codes(self) -> Any:
+        """NumPy's type of the codes."""
+        return jnp.float8_e4m3fn if self.is_float else jnp.uint8 if self.bits < 8 else jnp.int8
 
     @property
     def block_bytes(self) -> int:
@@ -64,6 +70,8 @@ FORMS = {
 FORMS |= {f"int{bits}": Form(bits) for bits in (4, 8)}
 FORMS |= {f"int{bits}_f32": Form(bits, scales="float32") for bits in (4, 8)}
 FORMS |= {f"int{bits}_zeros": Form(bits, has_minima=True, scales="float32") for bits in (4, 8)}
+# float8_e4m3fn, whose blocks of 128 x 128 numbers share a scale in files; each row has it here, and may move alone.
+FORMS |= {name: Form(8, group=group, scales="float32", is_float=True) for name, group in (("fp8", 128), ("fp8_32", 32))}
 
 
 class Blocks(Matrix):
@@ -92,7 +100,7 @@ class BlockMatrix(Blocks):
     dtype: of the numbers in products and looked up rows.
     """
 
-    codes: jax.Array  # uint8 [out, in / 32, 16, 20 or 24], see `code_levels`; or int8 [..., 32]
+    codes: jax.Array  # uint8 [out, in / 32, 16, 20 or 24], see `code_levels`; or int8 or float8_e4m3fn [..., 32]
     scales: jax.Array  # float16, float32 or int8 [out, in / group]
     minima: jax.Array | None  # as scales
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
@@ -103,7 +111,7 @@ class BlockMatrix(Blocks):
         """Returns the shapes of a matrix [out, in], or a stack of them, in a type of `FORMS`."""
         form, (*rows, width) = FORMS[kind], shape
         of_codes = (*rows, width // BLOCK, form.block_bytes)
-        codes: Any = jax.ShapeDtypeStruct(of_codes, jnp.uint8 if form.bits < 8 else jnp.int8)
+        codes: Any = jax.ShapeDtypeStruct(of_codes, form.codes)
         scales: Any = jax.ShapeDtypeStruct((*rows, width // form.group), jnp.dtype(form.scales))
         factors: Any = None
         if form.has_factors:
@@ -113,6 +121,11 @@ class BlockMatrix(Blocks):
     @property
     def shape(self) -> tuple[int, ...]:
         return *self.codes.shape[:-2], self.codes.shape[-2] * BLOCK
+
+    @property
+    def is_float(self) -> bool:
+        """True if codes are floats, which are not packed."""
+        return self.codes.dtype == jnp.float8_e4m3fn
 
     def numbers(self) -> jax.Array:
         # A factor times a scale times a code has 24 bits at most and is exact in float32, so the sum is rounded once,

@@ -4,6 +4,7 @@ after attention. Knows no pool."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import flax.struct
@@ -33,12 +34,14 @@ class Indexed(NamedTuple):
 
 @jax.named_scope("qkv")
 def project(
-    x: jax.Array, p: LayerParams, spec: LayerSpec, operators: Operators
+    x: jax.Array, p: LayerParams, spec: LayerSpec, operators: Operators, expands: bool = False
 ) -> Projected | tuple[jax.Array, jax.Array, jax.Array, Indexed]:
     """Normalises and projects hidden states x [..., D]: to queries [..., N, H] of latents, and to what the pool stores
     of tokens [..., 1, H], twice, as their keys and as their values; and to what its indexer reads, if it has one.
 
     Halves of the rotated numbers come before halves of the others, so that i is rotated with i + H/2.
+
+    expands: queries are of expanded keys; zeros fill them up, until `expanded_queries`.
     """
     latent, linear, normed = cast(LatentSpec, spec.attention.latent), operators.linear, operators.normed
     norms = dataclasses.replace(spec.norms, kind="rms", eps=latent.eps)
@@ -49,7 +52,10 @@ def project(
         of_queries = normed(linear(x, p.w_q_a), p.q_a_norm, norms)
         q = linear(of_queries, p.w_q_b)
     plain, turned = jnp.split(q.reshape(*x.shape[:-1], -1, latent.plain + latent.rotated), [latent.plain], axis=-1)
-    of_rank = _by_head(plain, _by_rank(p.w_uk, latent), operators)
+    if expands:
+        of_rank = jnp.pad(plain, ((0, 0),) * (plain.ndim - 1) + ((0, latent.rank - latent.plain),))
+    else:
+        of_rank = _by_head(plain, _by_rank(p.w_uk, latent), operators)
     c, shared = jnp.split(linear(x, p.w_kv_a), [latent.rank], axis=-1)
     kv = _in_halves(shared, normed(c, p.kv_a_norm, norms), latent)[..., None, :]
     q = _in_halves(turned, of_rank, latent)
@@ -73,9 +79,36 @@ def values(attended: jax.Array, x: jax.Array, p: LayerParams, spec: LayerSpec, o
     if (latent := spec.attention.latent) is None:
         gate = operators.linear(operators.normed(x, p.attn_norm, spec.norms), p.w_out_gate)
         return attended * jax.nn.sigmoid(gate).reshape(attended.shape)
-    half, w_uv = attended.shape[-1] // 2, cast(jax.Array, p.w_uv).reshape(-1, latent.value, latent.rank)
-    halves = attended[..., latent.rotated // 2 : half], attended[..., half + latent.rotated // 2 :]
-    return _by_head(jnp.concatenate(halves, axis=-1), w_uv, operators)
+    w_uv = cast(jax.Array, p.w_uv).reshape(-1, latent.value, latent.rank)
+    return _by_head(_parts(attended, latent)[1], w_uv, operators)
+
+
+def expanded_queries(q: jax.Array, latent: LatentSpec) -> jax.Array:
+    """Returns queries [..., N, expanded_dim] of expanded keys, from those of `project`, rotated."""
+    turned, others = _parts(q, latent)
+    return _filled(jnp.concatenate([others[..., : latent.plain], turned], axis=-1), latent)
+
+
+def expansion(
+    p: LayerParams, spec: LayerSpec, operators: Operators
+) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """Returns a function of what the pool stores of tokens [C, H], to keys and values [C, N, expanded_dim] of all
+    heads; zeros fill the shorter ones up."""
+    latent, w_uk = cast(LatentSpec, spec.attention.latent), p.w_uk
+    rows: Any = rows_of_heads(w_uk) if isinstance(w_uk, TransposedHeads) else w_uk
+    matrices: Any = (rows, latent.plain), (p.w_uv, latent.value)
+
+    def expand(stored: jax.Array) -> tuple[jax.Array, jax.Array]:
+        turned, c = _parts(stored, latent)
+        keys, of_values = (operators.linear(c, w).reshape(len(c), -1, n) for w, n in matrices)
+        turned = jnp.broadcast_to(turned[:, None], (*keys.shape[:2], latent.rotated))
+        return _filled(jnp.concatenate([keys, turned], axis=-1), latent), _filled(of_values, latent)
+
+    return expand
+
+
+def _filled(x: jax.Array, latent: LatentSpec) -> jax.Array:
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, latent.expanded_dim - x.shape[-1]),))
 
 
 @flax.struct.dataclass
@@ -105,6 +138,14 @@ def _by_head(x: jax.Array, w: jax.Array, operators: Operators) -> jax.Array:
     """Multiplies x [..., N, in] by w [N, out, in]. Sums are in float32; XLA on CPUs has no batched products of bfloat16
     that give it."""
     return jnp.einsum("...NI,NOI->...NO", x, w) if operators.by_head is None else operators.by_head(x, w)
+
+
+def _parts(x: jax.Array, latent: LatentSpec) -> tuple[jax.Array, jax.Array]:
+    """Returns the rotated numbers and the others of vectors in halves [..., H]."""
+    half, turned = x.shape[-1] // 2, latent.rotated // 2
+    rotated = x[..., :turned], x[..., half : half + turned]
+    others = x[..., turned:half], x[..., half + turned :]
+    return jnp.concatenate(rotated, axis=-1), jnp.concatenate(others, axis=-1)
 
 
 def _in_halves(rotated: jax.Array, others: jax.Array, latent: LatentSpec) -> jax.Array:

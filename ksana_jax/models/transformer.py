@@ -80,12 +80,14 @@ def run_layers(
     operators: Operators = XLA_OPERATORS,
     after_layer: Callable[[int, jax.Array], jax.Array] | None = None,
     recur: Recur | None = None,
+    expands: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Runs layers, all or some of a network, on hidden states x [..., D]; arguments and results as in `forward`.
 
     Args:
       after_layer: changes the hidden states after a layer.
       recur: runs recurrent layers on states; None begins whole texts x [..., T, D].
+      expands: `attend` expands latents, and returns what their values give.
     """
     following = (*ps[1:], None)
     for index, (p, after, spec) in enumerate(zip(ps, following, specs, strict=True)):
@@ -95,10 +97,14 @@ def run_layers(
                 out, state = recurred(x, p, index, recur or from_the_start(spec.recurrent), state, spec, operators)
             else:
                 plain = latent is None
-                projected = operators.queries_keys_values(x, p, spec) if plain else project(x, p, spec, operators)
+                if plain:
+                    projected = operators.queries_keys_values(x, p, spec)
+                else:
+                    projected = project(x, p, spec, operators, expands)
                 q, k, v, *indexed = projected
                 out, state = attend(index, q, k, v, state, *indexed)
-                out = out if plain and not spec.attention.out_gate else values(out, x, p, spec, operators)
+                if spec.attention.out_gate if plain else not expands:
+                    out = values(out, x, p, spec, operators)
             x = operators.after_attention(x, out, p, spec, after)
             x = x if after_layer is None else after_layer(index, x)
     return x, state

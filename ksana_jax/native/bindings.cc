@@ -40,7 +40,7 @@ Vectors VectorsOf(const ffi::AnyBuffer& buffer, int32_t type, int64_t h) {
 ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, ffi::AnyBuffer scales, ffi::AnyBuffer zeros,
                   ffi::Buffer<ffi::F32> levels, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> positions,
                   ffi::Buffer<ffi::S32> numbers, ffi::AnyBuffer q_sink, ffi::Buffer<ffi::F32> sinks,
-                  ffi::Buffer<ffi::F32> factors, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Buffer<ffi::F32> factors, ffi::AnyBuffer rotated, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<ffi::Buffer<ffi::F32>> lse, ffi::Result<ffi::Buffer<ffi::F32>> mass, int32_t stored,
                   int32_t asked, float soft_cap) {
   const auto dims = q.dimensions(), of_pool = kv.dimensions();
@@ -57,6 +57,10 @@ ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   call.pool.scale_type = scales.element_type() == ffi::F16 ? kFloat16 : kFloat32;
   call.pool.bits = call.h ? 8 * call.pool.bytes / call.h : 0;
   call.pool.groups = scales.dimensions().size() == 6 ? scales.dimensions()[5] : 1;
+  if (rotated.element_count()) {
+    call.pool.rotated = reinterpret_cast<const uint16_t*>(Data(rotated));
+    call.pool.num_rotated = rotated.dimensions().back();
+  }
   call.tables = tables.typed_data();
   call.starts = starts.typed_data();
   call.positions = positions.typed_data();
@@ -81,6 +85,7 @@ ffi::Error LinearCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, 
   p.k = w.dimensions()[1], p.n = w.dimensions()[0], p.t = p.k ? x.element_count() / p.k : 0;
   p.x = Data(x), p.w = Data(w), p.scales = OrNull(scales), p.y = Data(y);
   p.asked = static_cast<Stored>(asked);
+  p.parts = scales.dimensions().size() == 2 ? scales.dimensions()[1] : 0;
   Linear(p, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
 }
@@ -93,6 +98,7 @@ ffi::Error GroupedCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   p.t = x.dimensions()[0], p.n = w.dimensions()[1], p.k = w.dimensions()[2];
   p.x = Data(x), p.w = Data(w), p.scales = OrNull(scales), p.y = Data(y);
   p.asked = static_cast<Stored>(asked);
+  p.parts = scales.dimensions().size() == 3 ? scales.dimensions()[2] : 0;
   grouped.groups = w.dimensions()[0], grouped.counts = counts.typed_data();
   LinearOfGroups(grouped, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
@@ -326,6 +332,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_attend, ksana::AttendCall,
                                   .Arg<ksana::ffi::AnyBuffer>()                     // q_sink
                                   .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // sinks
                                   .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // mass_factor
+                                  .Arg<ksana::ffi::AnyBuffer>()                     // rotated
                                   .Ret<ksana::ffi::AnyBuffer>()                     // out
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()       // lse
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()       // mass

@@ -16,13 +16,14 @@ struct Product {
   const char *x, *w;
   const float* scales;  // of rows of w, which then are codes; else null
   char* y;
-  Stored asked;  // type of y
+  Stored asked;   // type of y
+  int64_t parts;  // of a row of w that have a scale each, where codes are float8_e4m3fn; else 0
 };
 
 // Products of rows that are sorted by group, with a matrix for each: the first counts[0] rows with the first of w
 // [groups, N, K]. Rows after the last group become zeros.
 struct GroupedProduct {
-  Product all;  // scales are [groups, N]
+  Product all;  // scales are [groups, N], or [groups, N, parts]
   int64_t groups;
   const int32_t* counts;
 };

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.native.codes import check_scales, check_types
 from ksana_jax.native.operators import Weights, rounded_rows
 from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
@@ -28,21 +29,21 @@ def grouped_linear(
     of a group without rows is not read.
 
     Args:
-      counts: int32 [groups], of rows; products of the rows after those are zeros. scales: float32 [groups, out].
+      counts: int32 [groups], of rows; products of the rows after those are zeros.
+      scales: float32 [groups, out], or [groups, out, parts of a row].
 
     Raises:
-      NotImplementedError: x is neither float32 nor bfloat16, or w is not of x's dtype, or of int8 with scales.
+      NotImplementedError: x is neither float32 nor bfloat16, or w is not of x's dtype, or of int8 or float8_e4m3fn with
+        scales.
       ValueError: shapes do not fit.
     """
-    if x.dtype.name not in DTYPES or w.dtype != (x.dtype if scales is None else jnp.int8):
-        names = " or ".join(DTYPES)
-        raise NotImplementedError(f"{x.dtype} times {w.dtype}; native products have both in {names}, or scaled int8")
+    check_types(x, w, scales)
     (groups, num_out, _), reason = w.shape, f"x is {list(x.shape)}, the matrices {list(w.shape)}"
     check_shape("each matrix", w.shape[1:], (num_out, x.shape[-1]), reason)
-    vectors = (("counts", counts, (groups,)), ("the bias", b, (len(x), num_out)), ("scales", scales, (groups, num_out)))
-    for name, vector, wanted in vectors:
-        if vector is not None:
-            check_shape(name, vector.shape, wanted, reason)
+    check_scales(scales, w.shape, reason)
+    check_shape("counts", counts.shape, (groups,), reason)
+    if b is not None:
+        check_shape("the bias", b.shape, (len(x), num_out), reason)
     dtype = jnp.dtype(dtype or x.dtype)
     asked = jnp.dtype(jnp.float32) if b is not None or dtype.name not in DTYPES else dtype
     stored, of_result = (np.int32(STORED[d.name]) for d in (x.dtype, asked))

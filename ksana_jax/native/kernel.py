@@ -24,8 +24,8 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
       NotImplementedError: a dtype, head dim or option that the kernel does not support.
       ValueError: shapes do not fit.
     """
-    options, (kv, scales, zeros, levels) = call.options, call.pool
-    reads = "q_sink sinks soft_cap return_lse return_mass mass_factor out_dtype scales levels by_head"
+    options, (kv, scales, zeros, levels, rotated) = call.options, call.pool
+    reads = "q_sink sinks soft_cap return_lse return_mass mass_factor out_dtype scales levels rotated by_head"
     check_options(call, *reads.split())
     if kv.dtype.name not in STORED:
         raise NotImplementedError(f"keys and values in {kv.dtype}; the native kernel reads {', '.join(STORED)}")
@@ -59,6 +59,7 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
         q_sink,
         nothing if options.sinks is None else options.sinks.astype(jnp.float32),
         nothing if options.mass_factor is None else options.mass_factor,
+        nothing if rotated is None else rotated,
         stored=np.int32(STORED[kv.dtype.name]),
         asked=np.int32(STORED[q.dtype.name]),
         soft_cap=np.float32(options.soft_cap or 0.0),
@@ -72,8 +73,10 @@ def _check_shapes(call: Call) -> None:
     (s, width, n, h), (m, layers, sides, k, b, _) = call.q.shape, call.pool.kv.shape
     queries, options, levels = f"queries are {list(call.q.shape)}", call.options, call.pool.levels
     stored = h if levels is None else h * (len(levels).bit_length() - 1) // 8
+    if (rotated := call.pool.rotated) is not None:
+        stored = h - rotated.shape[-1]
     check_shape("the pool", call.pool.kv.shape, (m, layers, 1 if sides == 1 else 2, k, b, stored), queries)
-    if call.pool.scales is not None and h % (groups := math.prod(call.pool.scales.shape[5:])):
+    if rotated is None and call.pool.scales is not None and h % (groups := math.prod(call.pool.scales.shape[5:])):
         raise ValueError(f"{groups} groups of scales, must divide a head dim of {h}: {queries}")
     if n % k:
         raise ValueError(f"{n} query heads, must be a multiple of {k} kv heads")

@@ -64,36 +64,51 @@ void Dots(const Product& p, const typename Type::Number* w, int64_t row, int64_t
   for (int r = 0; r < kTileRows; ++r) {
     const int64_t at = (row + r) * p.n + column;
     for (int c = 0; c < kTileColumns; ++c) {
-      const float total = totals[r * kTileColumns + c] * (p.scales ? p.scales[column + c] : 1.0f);
+      const float total = totals[r * kTileColumns + c] * (p.scales && !p.parts ? p.scales[column + c] : 1.0f);
       if (p.asked == kFloat32) reinterpret_cast<float*>(p.y)[at + c] = total;
       else reinterpret_cast<uint16_t*>(p.y)[at + c] = Narrow(total, p.asked);
     }
   }
 }
 
-inline Floats FromCodes(const int8_t* from) {
-  // gcc 12 would convert lane by lane.
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__AVX2__)
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__aarch64__)
-  int32_t four;
-  std::memcpy(&four, from, sizeof(four));
-  return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
-#else
-  Floats x;
-  for (int i = 0; i < kLanes; ++i) x[i] = from[i];
-  return x;
-#endif
+// Numbers of float8_e4m3fn: a sign, 4 bits of an exponent with bias 7, and 3 of a mantissa. No step has numbers so small
+// that a processor may take them for zero.
+inline Floats FromFloat8(const int8_t* from) {
+  const Ints codes = LoadCodes(from), size = codes & 127;
+  const Floats usual = BitCast<Floats>((size << 20) + (120 << 23));
+  const Floats small = __builtin_convertvector(size, Floats) * 0x1p-9f;  // without the leading 1
+  return BitCast<Floats>(BitCast<Ints>(size < 8 ? small : usual) | (codes & INT32_MIN));
 }
 
-// Returns rows of the weights; codes are copied, which bfloat16 holds exactly too.
+// Copies codes [count, K] of float8_e4m3fn times the scales of parts of rows, rounded to the type.
+template <typename Type>
+void CopyScaled(const int8_t* codes, const float* scales, int64_t count, int64_t k, int64_t parts,
+                typename Type::Number* copy) {
+  constexpr int64_t kStep = kLanes * Type::kPerWord;  // divides 32
+  const int64_t size = count * k, of_part = k / parts;
+  for (int64_t i = 0; i < size; i += kStep) {
+    __builtin_prefetch(codes + size + i, 0, 2);
+    const float scale = scales[i / of_part];
+    const Floats first = FromFloat8(codes + i) * scale;
+    if constexpr (std::is_same_v<Type, Float32>) {
+      Store(copy + i, first);
+    } else {
+      const Ints words = Type::Round(first, FromFloat8(codes + i + kLanes) * scale);
+      std::memcpy(copy + i, &words, sizeof(words));
+    }
+  }
+}
+
+// Returns rows of the weights; codes are copied: integers without scales, which bfloat16 holds exactly too.
 template <typename Type>
 const typename Type::Number* Weights(const Product& p, int64_t column, int64_t count, typename Type::Number* copy) {
   using Number = typename Type::Number;
   if (p.scales == nullptr) return reinterpret_cast<const Number*>(p.w) + column * p.k;
   const auto* codes = reinterpret_cast<const int8_t*>(p.w) + column * p.k;
+  if (p.parts) {
+    CopyScaled<Type>(codes, p.scales + column * p.parts, count, p.k, p.parts, copy);
+    return copy;
+  }
   constexpr int64_t kStep = 2 * kLanes;
   const int64_t size = count * p.k;
   int64_t i = 0;
@@ -170,9 +185,9 @@ void LinearOfGroups(const GroupedProduct& grouped, Stored stored, const Threads&
   for (int64_t group = 0; group < grouped.groups; ++group) {
     const int64_t count = std::min<int64_t>(grouped.counts[group], all.t - row);
     if (count <= 0) continue;
-    const float* scales = all.scales ? all.scales + group * all.n : nullptr;
-    products.push_back(
-        {count, all.n, all.k, all.x + row * of_x, all.w + group * of_w, scales, all.y + row * of_y, all.asked});
+    const float* scales = all.scales ? all.scales + group * all.n * std::max<int64_t>(all.parts, 1) : nullptr;
+    products.push_back({count, all.n, all.k, all.x + row * of_x, all.w + group * of_w, scales, all.y + row * of_y,
+                        all.asked, all.parts});
     row += count;
   }
   std::memset(all.y + row * of_y, 0, (all.t - row) * of_y);

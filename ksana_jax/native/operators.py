@@ -16,6 +16,7 @@ import numpy as np
 
 from ksana_jax.native.adapters import Adapter, arguments
 from ksana_jax.native.blocks import shapes_of_blocks
+from ksana_jax.native.codes import check_scales, check_types
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES, check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
@@ -30,19 +31,21 @@ def linear(
     """Multiplies x [..., in] by w [out, in] and adds b [out]; the contract of `models.layers.linear`.
 
     Args:
-      scales: float32 [out], of rows of w, which then are int8 codes.
+      scales: float32 [out], of rows of w, which then are int8 codes; or [out, groups], of as many equal parts of each
+        row, multiples of 32 numbers, which then are float8_e4m3fn. Products are those with the codes times the scales
+        in x's dtype.
 
     Raises:
-      NotImplementedError: x is neither float32 nor bfloat16, or w is not of x's dtype, or of int8 with scales.
+      NotImplementedError: x is neither float32 nor bfloat16, or w is not of x's dtype, or of int8 or float8_e4m3fn with
+        scales.
       ValueError: w, b or scales do not fit x, or each other.
     """
-    if x.dtype.name not in DTYPES or w.dtype != (x.dtype if scales is None else jnp.int8):
-        names = " or ".join(DTYPES)
-        raise NotImplementedError(f"{x.dtype} times {w.dtype}; native products have both in {names}, or scaled int8")
+    check_types(x, w, scales)
+    reason = f"the matrix is {list(w.shape)}"
     check_shape("the matrix", w.shape, (len(w), x.shape[-1]), f"x is {list(x.shape)}")
-    for name, vector in (("the bias", b), ("scales", scales)):
-        if vector is not None:
-            check_shape(name, vector.shape, w.shape[:1], f"the matrix is {list(w.shape)}")
+    check_scales(scales, w.shape, reason)
+    if b is not None:
+        check_shape("the bias", b.shape, w.shape[:1], reason)
     dtype = jnp.dtype(dtype or x.dtype)
     asked = jnp.dtype(jnp.float32) if b is not None or dtype.name not in DTYPES else dtype
     result = jax.ShapeDtypeStruct((*x.shape[:-1], len(w)), asked)

@@ -64,6 +64,25 @@ inline Ints LoadInts(const int32_t* from) {
 
 inline void StoreInts(int32_t* to, Ints x) { std::memcpy(to, &x, sizeof(x)); }
 
+inline Ints LoadCodes(const int8_t* from) {
+  // gcc 12 would convert lane by lane.
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__aarch64__)
+  int32_t four;
+  std::memcpy(&four, from, sizeof(four));
+  return (Ints)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
+#else
+  Ints x;
+  for (int i = 0; i < kLanes; ++i) x[i] = from[i];
+  return x;
+#endif
+}
+
+inline Floats FromCodes(const int8_t* from) { return __builtin_convertvector(LoadCodes(from), Floats); }
+
 inline Floats All(float x) { return x - Floats{}; }
 
 // sums + a b, rounded once. Left to itself, gcc 12 rounds twice in some loops and once in others, as it thinks faster.

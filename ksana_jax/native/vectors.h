@@ -19,11 +19,15 @@ struct Vectors {
   int64_t groups = 1;
   int64_t bits = 0;               // of packed codes
   const float* levels = nullptr;  // [16]: their levels, repeated
+  // Bfloat16 [vectors, num_rotated], or null. Codes are of the other numbers, whose groups have a multiple of 32.
+  const uint16_t* rotated = nullptr;
+  int64_t num_rotated = 0;
 
   const char* At(int64_t vector) const { return data + vector * bytes; }
 
   // Decodes a vector to float32. `to` has room for whole registers.
   void Read(int64_t vector, float* to) const {
+    if (rotated != nullptr) return ReadHalves(vector, to);
     const char* from = At(vector);
     if (stored != kPacked) Widen(from, h, stored, to);
     else if (bits == 4) Unpack<4>(from, to);
@@ -38,6 +42,19 @@ struct Vectors {
   }
 
  private:
+  // Decodes half of the rotated numbers, half of the others, and the other halves.
+  void ReadHalves(int64_t vector, float* to) const {
+    const int64_t others = h - num_rotated, of_half = num_rotated / 2;
+    const auto* codes = reinterpret_cast<const int8_t*>(At(vector));
+    const float* of_groups = reinterpret_cast<const float*>(scales) + vector * groups;
+    for (int64_t half = 0, i = 0; half < 2; ++half) {
+      Widen(rotated + vector * num_rotated + half * of_half, of_half, kBfloat16, to);
+      to += of_half;
+      for (; i < (half + 1) * others / 2; i += kLanes, to += kLanes)
+        Store(to, FromCodes(codes + i) * of_groups[i * groups / others]);
+    }
+  }
+
   float Parameter(const char* array, int64_t i) const {
     float x;
     Widen(array + i * BytesOf(scale_type), 1, scale_type, &x);

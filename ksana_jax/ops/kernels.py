@@ -23,6 +23,7 @@ PREFILL_ROWS = 128  # of the tiles of Hopper's prefill
 
 # Codecs whose leaves are a `contract.Pool`: numbers, or codes with scales.
 FLOATS, CODES = ("f32", "bf16", "f16"), ("int8", "fp8_e4m3")
+UNPACKED = (*FLOATS, *CODES, "latent8")
 
 assert SINK_POSITIONS == ("absolute", "cache", "ceiling")  # the kernels' `Pattern` counts in this order
 
@@ -104,7 +105,7 @@ class Kernels(NamedTuple):
     ) -> Attended:
         """Does `attention.ragged_paged_attention` on pools of numbers or codes; the result has the queries' dtype."""
         pattern, found, masses, dtype = kernel_pattern(context.pattern), [], [], queries.q.dtype
-        rotation = None if cache.codec in (*FLOATS, *CODES) else code_levels.rotation(cache.codec)
+        rotation = None if cache.codec in UNPACKED else code_levels.rotation(cache.codec)
         if rotation is not None:
             queries = jax.tree.map(lambda x: rotation.transform(x, jnp), queries)
         for i, call in enumerate(calls(context.batch, context.shape)):
@@ -185,8 +186,10 @@ def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache
 
 def pool_of(cache: KVCache) -> contract.Pool:
     """Converts a pool to the kernels' contract."""
-    levels = None if cache.codec in (*FLOATS, *CODES) else code_levels.levels(cache.codec)
-    return contract.Pool(cache.kv, cache.leaves.get("scale"), cache.leaves.get("zero"), levels)
+    levels = None if cache.codec in UNPACKED else code_levels.levels(cache.codec)
+    return contract.Pool(
+        cache.kv, cache.leaves.get("scale"), cache.leaves.get("zero"), levels, cache.leaves.get("rotated")
+    )
 
 
 def _with_pool(cache: KVCache, pool: contract.Pool) -> KVCache:

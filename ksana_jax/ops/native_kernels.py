@@ -10,7 +10,7 @@ from ksana_jax.ops.kernels import Kernels
 from ksana_jax.ops.requirements import Requirements
 
 NATIVE = Kernels(KERNEL, KERNEL)
-CODECS = ("f32", "bf16", "f16", "int8")
+CODECS = ("f32", "bf16", "f16", "int8", "latent8")
 
 
 def unsupported(needs: Requirements) -> str | None:

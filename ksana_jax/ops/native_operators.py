@@ -35,6 +35,8 @@ FEW_ROWS_BESIDE_AMX = 7
 
 def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     """Multiplies by matrices as they are given; the contract of `models.layers.linear`."""
+    if isinstance(w, BlockMatrix) and w.is_float:
+        return native.linear(x, w.codes.reshape(w.shape), b, dtype=dtype, scales=w.scales)
     if isinstance(w, BlockMatrix):
         return native.linear(x, w.numbers().astype(x.dtype), b, dtype=dtype)
     if isinstance(w, Int8Matrix) and not w.rounds_inputs:
@@ -58,8 +60,10 @@ def grouped(w: jax.Array | Matrix) -> Callable[..., jax.Array] | None:
 
     Returns:
       (x [P, in], counts=[E], b=[P, out] or None) -> [P, out], see `native.grouped`; None if the matrices are neither
-      numbers, nor codes of `int8`, nor packed blocks.
+      numbers, nor codes of `int8`, nor blocks of floats or packed ones.
     """
+    if isinstance(w, BlockMatrix) and w.is_float:
+        return functools.partial(grouped_linear, w=w.codes.reshape(w.shape), scales=w.scales)
     if isinstance(w, PackedBlocks):
         return functools.partial(grouped_blocks, w=w)
     if isinstance(w, Int8Matrix) and not w.rounds_inputs:

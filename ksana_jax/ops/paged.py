@@ -15,6 +15,7 @@ from ksana_jax.models.latents import Indexed
 from ksana_jax.models.rope import Rope, grown
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.expanded import Expand, attend_expanded
 from ksana_jax.ops.implementations import PagedAttention
 from ksana_jax.ops.indexing import write_index
 from ksana_jax.ops.observation import AttentionObserver
@@ -35,6 +36,7 @@ class PagedLayer(NamedTuple):
       group, on the device.
     residual: the same of exact keys and of exact values next to codes, or None; see `KVLayout.residual_places`.
     schedule: layers with the same number, pattern and group share what the implementation schedules.
+    expand: `latents.expansion` of its weights in a step whose queries attend to expanded latents; else None.
     """
 
     spec: LayerSpec
@@ -49,6 +51,7 @@ class PagedLayer(NamedTuple):
     residual: Any
     schedule: int
     selection: SelectionMethod | None = None
+    expand: Expand | None = None
 
 
 def paged_attend(
@@ -98,7 +101,9 @@ def paged_attend(
                 by_token = layer.selection.by_token
                 cache = write_index(cache, context) if by_token else summarise(layer.selection, cache, context)
         with jax.named_scope("attention"):
-            if layer.selection is None:
+            if layer.expand is not None:
+                out, masses = attend_expanded(layer.expand, attention, queries, cache, context, spec), ()
+            elif layer.selection is None:
                 out, masses = attention.attend(queries, cache, context, schedules.get(layer.schedule))
             else:
                 out, masses = attend_selected(layer.selection, attention, queries, cache, context)

@@ -22,9 +22,9 @@ from ksana_jax.ops.native_operators import PackedMatrix
 
 def can_pack(w: Any) -> bool:
     """True if this is a matrix of numbers or of `Int8Matrix`, and each of its rows a whole number of words, or a
-    `BlockMatrix`, or a stack of these."""
+    `BlockMatrix` of integers, or a stack of these."""
     if isinstance(w, BlockMatrix):
-        return True
+        return not w.is_float
     numbers = w.codes if isinstance(w, Int8Matrix) else w
     if isinstance(numbers, Matrix) or len(numbers.shape) != 2:
         return False

@@ -19,6 +19,7 @@ from ksana_jax.devices.tuning import Tuning
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.methods.steering import steered
+from ksana_jax.models.latents import expansion
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import final_norm, run_layers, sink_logits
@@ -143,6 +144,7 @@ def through(ps, cache, x, of_group, angles, patterns, places, *, network: Networ
                 residual=residual and tuple((at, of_group(group)) for group, at in residual),
                 schedule=schedule,
                 selection=network.selections[kind],
+                expand=expansion(p, spec, network.operators) if shape.alone else None,
             )
         )
     if (slots := layers[0].batch.adapters) is not None:
@@ -159,7 +161,7 @@ def through(ps, cache, x, of_group, angles, patterns, places, *, network: Networ
     if (steering := layers[0].batch.steering) is not None:
         numbers = [layer // each for *_, layer in places[::each]]
         attend, settings["after_layer"] = steered(attend, steering, numbers, operators.of_heads, jnp)
-    x, cache = run_layers(ps, x, attend, cache, **settings)
+    x, cache = run_layers(ps, x, attend, cache, expands=shape.alone, **settings)
     return cache, x
 
 

@@ -37,7 +37,7 @@ def step_recorder(runner: Runner, layers: Sequence[int]) -> Callable[[StepInput]
         arrays, patterns = step.arrays, runner.step_arguments(step.shape)[-1]
         if runner.embeds_on_host:
             arrays = arrays._replace(tokens=runner.params.embed[arrays.tokens])
-        return program(step.shape)(runner.params, runner.cache, arrays, patterns)
+        return program(step.shape._replace(alone=False))(runner.params, runner.cache, arrays, patterns)
 
     return recorded
 

@@ -108,6 +108,26 @@ def test_vectors_are_keys_and_values_at_once(spec, dtype):
 
 
 @compiled
+@pytest.mark.usefixtures("each_machine")
+@pytest.mark.parametrize(("spec", "head_dim"), list(zip(LATENTS, (576, 136, 258), strict=True)), ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_codes_of_latents_are_read_next_to_their_rotated_numbers(spec, head_dim, dtype):
+    call = in_float32(dataclasses.replace(spec, head_dim=head_dim))
+    call, codec = call.replace(q=call.q.astype(dtype).astype(jnp.float32)), find_codec("latent8")
+    leaves = codec.encode(jnp.nan_to_num(call.pool.kv[:, :, :1]), jnp)
+    decoded = jnp.repeat(codec.decode(leaves, jnp), 2, axis=2)
+    given = Pool(leaves["kv"], leaves["scale"], rotated=leaves["rotated"])
+    expect_the_same(call.replace(pool=given), call.replace(pool=Pool(decoded)))
+    as_bits = given._replace(rotated=leaves["rotated"].view(jnp.uint16))
+    run = jax.jit(KERNEL.run, static_argnames="tuning")
+    asked = call.replace(q=call.q.astype(dtype), q_sink=None)
+    out, again = (run(asked.replace(pool=pool), None, tuning=None).out for pool in (given, as_bits))
+    np.testing.assert_array_equal(out, again)
+    with pytest.raises(ValueError, match="must be an even number in 16 bits"):
+        run(asked.replace(pool=given._replace(rotated=leaves["rotated"].astype(jnp.float32))), None, tuning=None)
+
+
+@compiled
 @pytest.mark.parametrize("stored", ["uint16", "float16", "int8"])
 def test_pools_of_narrower_numbers_are_read_exactly(stored):
     call = in_float32(dataclasses.replace(ODD[0], block_size=16))
@@ -145,16 +165,20 @@ def test_packed_codes_are_read_as_their_codec_decodes_them(name, spec):
 @compiled
 @pytest.mark.parametrize(
     ("sides", "soft_cap", "dtype"),
-    [(2, None, "float32"), (2, 9.0, "float32"), (2, None, "bfloat16"), (1, None, "float32"), (1, 9.0, "bfloat16")],
+    [(2, None, "float32"), (2, 9.0, "float32"), (2, None, "bfloat16"), (1, None, "float32"), (1, 9.0, "bfloat16")]
+    + [(1, None, "latent8")],
 )
 @pytest.mark.parametrize("pattern", [FULL, WINDOW, SINKS, SINKS_AT_CEILING], ids=str)
 def test_a_query_is_the_same_bit_by_bit_whatever_tile_it_is_in(pattern, sides, soft_cap, dtype):
-    spec = Spec(rows=((190, 60),), q_tile=60, head_dim=40, pattern=pattern, sink_queries=6, soft_cap=soft_cap)
-    call = in_float32(spec)
+    in_codes = dtype == "latent8"
+    spec = Spec(rows=((190, 60),), q_tile=60, head_dim=136 if in_codes else 40, pattern=pattern, sink_queries=6)
+    call, dtype = in_float32(dataclasses.replace(spec, soft_cap=soft_cap)), "float32" if in_codes else dtype
     q, kv, q_sink = (
         None if x is None else x.astype(dtype) for x in (call.q, call.pool.kv[:, :, :sides], call.options.q_sink)
     )
-    call = call.replace(q=q, pool=Pool(kv), q_sink=q_sink, return_mass=False, mass_factor=None)
+    leaves = find_codec("latent8").encode(jnp.nan_to_num(kv), jnp) if in_codes else {}
+    pool = Pool(leaves["kv"], leaves["scale"], rotated=leaves["rotated"]) if in_codes else Pool(kv)
+    call = call.replace(q=q, pool=pool, q_sink=q_sink, return_mass=False, mass_factor=None)
     run = jax.jit(KERNEL.run, static_argnames="tuning")
 
     def in_tiles(width):

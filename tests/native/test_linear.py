@@ -44,6 +44,25 @@ def test_products_with_codes_are_those_of_float64(rows, columns, inner, dtype):
 
 @native_products
 @pytest.mark.usefixtures("each_machine")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "columns", "inner", "parts"), [(1, 7, 128, 1), (5, 43, 96, 3), (67, 130, 384, 3)])
+def test_products_with_float8_are_those_with_widened_numbers_bit_for_bit(rows, columns, inner, parts, dtype):
+    rng = np.random.default_rng(rows)
+    codes = rng.permutation(np.resize(np.delete(np.arange(256), [127, 255]), columns * inner))  # all but NaN
+    codes = jnp.asarray(codes.astype(np.uint8).reshape(columns, inner)).view(jnp.float8_e4m3fn)
+    scales = jnp.asarray(np.exp2(rng.uniform(-9, 2, (columns, parts))), jnp.float32)
+    product = jax.jit(lambda x, w, scales: linear(x, w, dtype=jnp.float32, scales=scales))
+    x, w = drawn(rows, inner, dtype=dtype), codes.astype("float32") * jnp.repeat(scales, inner // parts, axis=1)
+    np.testing.assert_array_equal(product(x, codes, scales), product(x, w.astype(dtype), None))
+    stack, of_groups = jnp.stack([codes, codes[::-1], codes]), jnp.stack([scales, scales[::-1], scales * 2])
+    wide = stack.astype("float32") * jnp.repeat(of_groups, inner // parts, axis=2)
+    counts = jnp.asarray([rows // 2, 0, 1], jnp.int32)
+    grouped = jax.jit(lambda x, w, scales: grouped_linear(x, w, counts, dtype=jnp.float32, scales=scales))
+    np.testing.assert_array_equal(grouped(x, stack, of_groups), grouped(x, wide.astype(dtype), None))
+
+
+@native_products
+@pytest.mark.usefixtures("each_machine")
 @pytest.mark.parametrize("as_codes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):

@@ -129,7 +129,7 @@ class SimEngine:
             patterns=seen,
             executor=self.executor,
             clock=self.clock,
-            buckets=make_buckets(config, platform),
+            buckets=make_buckets(config, platform, model=model),
             **tiers,
         )
         self._adapts = config.enable_lora

@@ -63,6 +63,11 @@ class Format(abc.ABC):
             shared = f"groups of {self.columns} share"
         return f"{self.method}, {self.bits} bits, {shared} a scale{' and a zero' * self.has_zeros}"
 
+    @property
+    def is_float(self) -> bool:
+        """True if codes are floats of 8 bits."""
+        return self.stored == "F8_E4M3"
+
     def stem(self, name: str, shape: tuple[int, ...]) -> str | None:
         """Returns what names of the parts begin with, for a tensor that the format may store, else None."""
         return name.removesuffix("weight") if len(shape) == 2 and name.endswith(".weight") else None

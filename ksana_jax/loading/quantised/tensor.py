@@ -10,7 +10,7 @@ import numpy as np
 from ksana_jax.core.errors import LoadError
 from ksana_jax.loading.quantised.formats import METHODS, Format
 from ksana_jax.loading.stored_tensor import Apart, StoredTensor
-from ksana_jax.models.block_matrix import code_levels, zero_of
+from ksana_jax.models.block_matrix import FORMS, code_levels, zero_of
 from ksana_jax.native.shapes import BLOCK
 
 
@@ -88,41 +88,48 @@ class QuantisedTensor(StoredTensor):
     def unkept(self) -> str | None:
         """The reason for which memory cannot keep the codes, or None."""
         size = self.format.columns or self.shape[1]
-        if not self.format.stored.startswith("I"):
-            return f"codes in {self.format.stored}"
         if self.shape[1] % BLOCK:
             return f"rows of {self.shape[1]:,} numbers, no multiple of {BLOCK}"
         if self.format.has_zeros and self.parts[self.format.scale].dtype == "F32":
             return "zeros with scales in F32, whose products are not exact"
-        groups = self._groups().reshape(-1, BLOCK)
-        if (groups != groups[:, :1]).any():
+        if not self._shares(BLOCK):
             sorts = self.format.group_of_column in self.parts and size % BLOCK == 0
             return "columns in an order of their own (desc_act)" if sorts else f"groups of {size:,} columns"
         return None
 
     @property
     def form(self) -> str | None:
+        if self.unkept:
+            return None
+        if self.format.is_float:
+            return "fp8" if self._shares(FORMS["fp8"].group) else "fp8_32"
         wide = "" if self.parts[self.format.scale].dtype == "F16" else "_f32"
-        return None if self.unkept else f"int{self.format.bits}{'_zeros' if self.format.has_zeros else wide}"
+        return f"int{self.format.bits}{'_zeros' if self.format.has_zeros else wide}"
 
     @property
     def block(self) -> int:
-        return BLOCK
+        return BLOCK if (form := self.form) is None else FORMS[form].group
 
     def apart(self, rows: slice, columns: slice) -> Apart:
         rows, columns = (slice(*part.indices(size)) for part, size in zip((rows, columns), self.shape, strict=True))
-        groups = self._groups()[columns][::BLOCK]
-        codes = self.format.codes(self.parts, rows, columns).reshape(-1, len(groups), BLOCK)
+        groups = self._groups()[columns][:: self.block]
+        codes = self.format.codes(self.parts, rows, columns)
+        codes = codes.reshape(len(codes), -1, BLOCK)
         scales, zeros = self.format.scales(self.parts, rows)[:, groups], self.format.zeros(self.parts, rows)
         is_packed = self.format.bits == 4
         if is_packed:
             codes = code_levels((codes + np.int8(zero_of(4))).view(np.uint8), 4)
         if zeros is None:
-            is_half = self.parts[self.format.scale].dtype == "F16"
+            is_half = self.parts[self.format.scale].dtype == "F16" and not self.format.is_float
             return codes, scales.astype(np.float16) if is_half else scales, None, None
         unsigned = zeros[:, groups].astype(np.float32) + (zero_of(4) if is_packed else 0)
         with np.errstate(over="ignore", invalid="ignore"):
             return codes, scales, -unsigned * scales, None
+
+    def _shares(self, count: int) -> bool:
+        """True if each `count` neighbours of a row share a scale."""
+        groups = self._groups()
+        return len(groups) % count == 0 and bool((groups == np.repeat(groups[::count], count)).all())
 
     def _groups(self) -> np.ndarray:
         """Returns the group of each column."""

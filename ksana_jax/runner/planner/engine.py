@@ -58,7 +58,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     num_devices = config.tensor_parallel_size
     # Each of several devices has a smaller model. Sums over them are made in place.
-    model, layout = local_model(model, num_devices), local_layout(layout, num_devices)
+    whole, model, layout = model, local_model(model, num_devices), local_layout(layout, num_devices)
     block_bytes, copies = layout.block_bytes, 1 if capabilities().donates else 2
     states = layout.states.nbytes if layout.states else 0
     given = {"packs": config.operators.linear == "packed", "num_devices": num_devices}
@@ -82,7 +82,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             taken = f"a KV block takes {block_bytes:,} bytes" + _besides(states)
             raise ConfigError(f"{taken}, memory_bytes is {config.memory_bytes:,}")
     else:
-        largest = largest_shapes(make_buckets(config, platform_of()))
+        largest = largest_shapes(make_buckets(config, platform_of(), model=whole))
         measured = step_bytes(
             model,
             largest,

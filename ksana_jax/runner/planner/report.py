@@ -166,7 +166,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         max_model_len=found.context,
     )
     target = compile_target(find_device(found.device))
-    shapes = all_shapes(make_buckets(engine, "gpu" if target else platform_of()))
+    shapes = all_shapes(make_buckets(engine, "gpu" if target else platform_of(), model=config))
     measured = step_bytes(
         local_model(config, asked.tensor_parallel_size),
         shapes,
@@ -178,6 +178,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         {
             "parts": shape.parts,
             "table_width": shape.table_width,
+            "expands_latents": shape.alone,
             "network_bytes": cost.network,
             "sampling_bytes": cost.sampling,
         }
@@ -191,5 +192,6 @@ def show_buckets(listed: list[dict[str, Any]], target: str, console: Console) ->
     table = _table(("tiles x tokens", "table width", "network", "sampling"))
     for b in listed:
         parts = " + ".join(f"{count:,} x {width}" for count, width in b["parts"])
+        parts += ", latents expanded" * b["expands_latents"]
         table.add_row(parts, f"{b['table_width']:,}", byte_size(b["network_bytes"]), byte_size(b["sampling_bytes"]))
     console.print(table)

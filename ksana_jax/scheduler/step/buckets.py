@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Iterable
 
+from ksana_jax.scheduler.step.lone_chunks import LoneChunks
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
 
@@ -22,6 +23,7 @@ class Buckets:
       verifications: parts of steps that verify drafts, see `ladders.verification_parts`.
       trees: True if drafts may branch. Runs of drafts have separate steps, which cost less.
       joins: True if steps may have both decodes and chunks.
+      alone: chunks whose steps have `StepShape.alone`; None: no chunks.
     """
 
     decodes: tuple[int, ...]
@@ -31,6 +33,7 @@ class Buckets:
     verifications: tuple[TileGroup, ...] = ()
     trees: bool = False
     joins: bool = True
+    alone: LoneChunks | None = None
 
     def shape(self, num_decodes: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
         """Returns the smallest bucket that holds a step.
@@ -46,6 +49,8 @@ class Buckets:
             parts = (TileGroup(at_least(self.decodes, num_decodes), 1),)
         else:
             tiles = next(p for p in self.tiles if sum(-(-c // p.width) for c in counts) <= p.count)
+            if self.alone and not num_decodes and self.alone.hold(counts, width := at_least(self.widths, width)):
+                return self.plain((tiles,), width)._replace(alone=True)
             parts = (TileGroup(self.decodes[-1], 1), tiles) if num_decodes or self.are_joined(tiles) else (tiles,)
         return self.plain(parts, at_least(self.widths, width), self.shared_rows if shares else 0)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.config import EngineConfig, ModelConfig
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.scheduler.step.buckets import Buckets, at_least
+from ksana_jax.scheduler.step.lone_chunks import lone_chunks
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from ksana_jax.scheduler.step.verification import shape_of_part
@@ -90,7 +91,11 @@ def verification_parts(config: EngineConfig, lengths: Mapping[int, int], min_row
 
 
 def make_buckets(
-    config: EngineConfig, platform: str, draft_lengths: Mapping[int, int] | None = None, trees: bool = False
+    config: EngineConfig,
+    platform: str,
+    draft_lengths: Mapping[int, int] | None = None,
+    trees: bool = False,
+    model: ModelConfig | None = None,
 ) -> Buckets:
     """Returns the buckets for an engine's steps: ladders of factors of two; for widths, of four from 64, because a
     table costs little beyond its bytes.
@@ -103,6 +108,7 @@ def make_buckets(
     Args:
       config: an engine config with max_model_len set. platform: the device's platform: "cpu", "gpu", "tpu", ...
       draft_lengths: see `verification_parts`. trees: True if drafts may branch.
+      model: whose latents steps may expand, see `lone_chunks`; None: none do.
     """
     assert config.max_model_len is not None
     min_rows = least_rows(config, platform)
@@ -113,6 +119,7 @@ def make_buckets(
         shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
         verifications=verification_parts(config, draft_lengths or {}, min_rows),
         trees=trees,
+        alone=lone_chunks(model, config) if model is not None and tuning(platform).native else None,
     )
 
 
@@ -148,7 +155,9 @@ def largest_shapes(buckets: Buckets) -> list[StepShape]:
     """Returns the largest shape for each width of tiles; one of them takes the most memory."""
     decodes, width = TileGroup(buckets.decodes[-1], 1), buckets.widths[-1]
     largest = {tiles.width: tiles for tiles in buckets.tiles}
-    return [buckets.plain((decodes, tiles), width, buckets.shared_rows) for tiles in largest.values()]
+    alone = [shape for shape in plain_shapes(buckets) if shape.alone]
+    shapes = [buckets.plain((decodes, tiles), width, buckets.shared_rows) for tiles in largest.values()]
+    return shapes + sorted(alone, key=lambda shape: (shape.table_width, shape.num_tokens))[-1:]
 
 
 def all_shapes(buckets: Buckets, max_width: int | None = None) -> list[StepShape]:
@@ -163,6 +172,12 @@ def plain_shapes(buckets: Buckets, max_width: int | None = None) -> list[StepSha
     found += [(most, tiles) for tiles in buckets.tiles if buckets.joins]
     found += [(tiles,) for tiles in buckets.tiles if not buckets.are_joined(tiles)]
     shapes = [buckets.plain(parts, width) for width in _widths(buckets, max_width) for parts in found]
+    shapes += [
+        buckets.plain((tiles,), width)._replace(alone=True)
+        for width in _widths(buckets, max_width)
+        for tiles in buckets.tiles
+        if buckets.alone and buckets.alone.hold([tiles.count * tiles.width], width)
+    ]
     if buckets.shared_rows:
         several = [s for s in shapes if s.parts[0].width == 1 and s.parts[0].count > 1]
         shapes += [shape._replace(shared_rows=buckets.shared_rows) for shape in several]

@@ -130,9 +130,9 @@ class TileGroup(NamedTuple):
 class StepShape(NamedTuple):
     """The sizes for which a step is compiled.
 
-    parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
-    tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
-    0 if none do. tree: a tile's tokens are nodes of a tree, see `StepArrays.ancestors`. steered: S of `Steered`.
+    parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, most tokens whose
+    logits are computed. shared_rows: one-token tiles in a group that may share leading blocks; 0 if none do. tree: a
+    tile's tokens are nodes of a tree, see `StepArrays.ancestors`. steered: S of `Steered`. alone: see `lone_chunks`.
     """
 
     parts: tuple[TileGroup, ...]
@@ -141,6 +141,7 @@ class StepShape(NamedTuple):
     shared_rows: int = 0
     tree: bool = False
     steered: int = 0
+    alone: bool = False
 
     @property
     def num_tokens(self) -> int:

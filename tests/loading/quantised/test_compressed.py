@@ -27,11 +27,12 @@ def test_numbers_are_those_of_compressed_tensors(scheme, tmp_path):
         np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-tensor"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-tensor", "fp8", "fp8-tensor"])
 def test_codes_of_8_bits_with_a_scale_for_a_row_or_a_tensor_stay_in_memory(scheme):
     config, read = open_model(FOLDER / scheme, quantization="stored")
     [layer], wanted = read().layers, np.load(FOLDER / scheme / "expected.npz")
-    assert [kind for _, kind in config.kept] == ["int8_f32"] * 6  # a row of down_proj has 16 numbers, half a block
+    form = "fp8_32" if scheme.startswith("fp8") else "int8_f32"
+    assert [kind for _, kind in config.kept] == [form] * 6  # a row of down_proj has 16 numbers, half a block
     for field, name in LAYER_NAMES.items():
         if isinstance(w := getattr(layer, field), BlockMatrix):
             np.testing.assert_array_equal(w.numbers(), wanted[f"model.layers.0.{name}"], err_msg=field)

@@ -185,7 +185,7 @@ class Simulation:
         """Returns the seconds of a step that computes the first max_num_batched_tokens of one prompt."""
         engine, cost = self.engine, self._cost()
         filled = engine.for_model(self.model, per_layer(self.model.pattern, self.model.num_layers))
-        buckets, count = make_buckets(filled, self._settings.platform), engine.max_num_batched_tokens
+        buckets, count = make_buckets(filled, self._settings.platform, model=self.model), engine.max_num_batched_tokens
         shape = buckets.shape(0, [count], min(-(-count // engine.block_size), buckets.widths[-1]))
         size = StepSize(shape, buckets.num_sampled(1), count, count, count * (count + 1) // 2, 1)
         device_s, host_s = cost.seconds(size), cost.host_seconds(size)
