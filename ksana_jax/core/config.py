@@ -52,10 +52,10 @@ class ModelConfig:
         when they are added to hidden states, and of the logits.
       position_offset: a table with a row for each position is added to the embedding, with so many rows before that of
         position 0; None for no such table. Sequences then have no more than max_position tokens.
-      max_position: context length in tokens that the model was trained for. out_gate: see `layer_spec.AttentionSpec`.
+      max_position: context length in tokens that the model was trained for.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
       latent: what the pool stores of a token instead of keys and values, see `layer_spec.LatentSpec`; None for those.
-      query_growth: how queries grow with their positions, see `layer_spec.AttentionSpec`; None if they do not.
+      out_gate, query_growth: see `layer_spec.AttentionSpec`.
       recurrent: layers that have a state instead of keys and values, see `core.recurrent`; None for none.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
@@ -144,9 +144,8 @@ class ModelConfig:
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """The specification of each layer."""
-        same = ("num_heads", "num_kv_heads", "head_dim", "soft_cap", "sinks", "qkv_bias", "out_bias", "qk_norm")
-        optional = ("alibi", "latent", "out_gate", "query_growth")
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*same, *optional)}
+        same = "num_heads num_kv_heads head_dim soft_cap sinks qkv_bias out_bias qk_norm alibi latent out_gate"
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*same.split(), "query_growth")}
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
         attention = functools.partial(AttentionSpec, scale=scale, **given)
         mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)
@@ -181,8 +180,7 @@ class EngineConfig:
     Args:
       dtype: dtype of weights and activations: "f32", "bf16" or "f16", in any common spelling ("float32", "half",
         jnp.bfloat16). "auto" takes the checkpoint's, "f32" for a quantised GGUF file, whose values have more bits than
-        bf16, and "f32" instead of "f16" on a CPU, where XLA multiplies float16 3 to 20 times slower (2048 x 8192, 1 to
-        32 rows).
+        bf16, and "f32" instead of "f16" on a CPU, where XLA multiplies float16 3 to 20 times slower.
       quantization: "int8" stores the matrices of layers as codes with a scale per row, and computes in `dtype`; "w8a8"
         also rounds activations to codes, with a scale per token, and multiplies integers. Weights are quantised when
         they are loaded, which needs extra memory. Embedding, output head and norms keep their dtype. "stored" keeps
@@ -192,9 +190,8 @@ class EngineConfig:
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2",
         "hadamard4", "turboquant4" and the same with 3 and 2 bits; "latent8", see `methods.codecs.latent`; one in
-        `BLOCK_CODECS`, such as "kivi4"; or
-        "package.module:name" of your own. int8, fp8_e4m3 and turboquant have a float32 scale per token and KV head,
-        int4 to int2 and hadamard a float16 scale and zero per token and 64 channels of a KV head.
+        `BLOCK_CODECS`, such as "kivi4"; or "package.module:name" of your own. int8, fp8_e4m3 and turboquant have a
+        float32 scale per token and KV head, int4 to int2 and hadamard a float16 scale and zero per 64 channels.
         Block codecs ("kivi4", "gear4", "gear_l4", "kvquant4", and the same with 3 and 2 bits) encode whole blocks and
         keep recent tokens in `dtype`: see `kv.codecs.sealing`, also for what {"k": "kivi2", "v": "int4", "residual":
         128, "group": 64} may have; a codec of `CODECS` then encodes each vector of a block.
