@@ -39,17 +39,17 @@ PLAIN = ("lm_head", "embed_tokens", "mlp.gate.")
 @pytest.mark.parametrize(
     "config, block, forms",
     [
-        (EDGES, (128, 128), {"fp8", "fp8_32"}),
-        (EDGES, (24, 32), {"fp8_32"}),
-        (CONFIG, (128, 128), {"fp8_32"}),
-        (PHI3, (128, 128), {"fp8_32"}),
-        (GLM4, (32, 64), {"fp8_32"}),
+        (EDGES, (128, 128), ["fp8", "fp8_32"]),
+        (EDGES, (24, 32), ["fp8_32"]),
+        (CONFIG, (128, 128), ["fp8_32"]),
+        (PHI3, (128, 128), ["fp8_32"]),
+        (GLM4, (32, 64), ["fp8_32"]),
     ],
     ids=lambda value: getattr(value, "family", str(value)),
 )
 def test_numbers_are_those_of_widened_weights_bit_for_bit(config, block, forms, tmp_path):
     quantise = functools.partial(fp8, block=block)
-    check_numbers(write_quantised(tmp_path, quantise, fp8_config(block=block), config)[0], forms)
+    check_numbers(write_quantised(tmp_path, quantise, fp8_config(block=block), config)[0], set(forms))
 
 
 @functools.cache
