@@ -25,8 +25,8 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
       ValueError: shapes do not fit.
     """
     options, (kv, scales, zeros, levels, rotated) = call.options, call.pool
-    reads = "q_sink sinks soft_cap return_lse return_mass mass_factor out_dtype scales levels rotated by_head"
-    check_options(call, *reads.split())
+    reads = "q_sink sinks soft_cap return_lse return_mass mass_factor out_dtype"
+    check_options(call, *reads.split(), "scales", "levels", "rotated", "by_head", "latents")
     if kv.dtype.name not in STORED:
         raise NotImplementedError(f"keys and values in {kv.dtype}; the native kernel reads {', '.join(STORED)}")
     if call.q.dtype.name not in QUERIES:

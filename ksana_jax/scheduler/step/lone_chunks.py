@@ -37,8 +37,9 @@ def lone_chunks(model: ModelConfig, config: EngineConfig) -> LoneChunks | None:
       config: completed by `EngineConfig.for_model`.
     """
     latent = model.latent
-    reads_latents = config.kv_eviction or config.kv_selection or config.max_repositioned_sinks
-    if latent is None or latent.least_expanded is None or reads_latents or config.numerics == "invariant":
+    if latent is None or latent.least_expanded is None or config.numerics == "invariant":
+        return None
+    if latent.indexer or config.kv_eviction or config.kv_selection or config.max_repositioned_sinks:
         return None
     of_token = 2 * model.num_heads // config.tensor_parallel_size * latent.expanded_dim * DTYPE_BYTES[config.dtype]
     return LoneChunks(latent.least_expanded, MOST_BYTES // (of_token * config.block_size))
