@@ -352,8 +352,9 @@ def test_special_ids_may_be_one_several_or_none():
         assert config_from_hf(LLAMA | {"bos_token_id": beyond}).bos_id is None
 
 
-def test_a_context_of_ministral_3_ends_where_its_queries_would_grow():
+def test_a_context_of_ministral_3_goes_on_where_its_queries_grow():
     config = config_from_hf(MINISTRAL3 | {"max_position_embeddings": 262_144})
-    assert (config.max_position, config.layers[0].attention.rope.original_max_len) == (16_384, 16_384)
+    assert (config.max_position, config.layers[0].attention.rope.original_max_len) == (262_144, 16_384)
+    assert config.query_growth == (0.1, 16_384)
     plain = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 1024}
     assert config_from_hf(MINISTRAL3 | {"rope_parameters": plain}).max_position == 16_384
