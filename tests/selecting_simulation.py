@@ -14,6 +14,9 @@ from tests.expected import LONGEST, PATTERNS
 from tests.fake_pool import StoringExecutor
 from tests.storing_simulation import DRAWN, StoringSimulation, block_queries
 
+# Those that read any model.
+METHODS = sorted(SELECTION_METHODS.keys() - {"lightning_indexer"})
+
 
 class SelectingExecutor(StoringExecutor):
     """A `StoringExecutor` that keeps summaries of blocks, and whose queries read the blocks with the highest scores."""
@@ -63,7 +66,7 @@ class SelectingSimulation(StoringSimulation):
         # A cached answer was computed as generated, a prompt is not: by chance short blocks of both are the same.
         only_streamed = self.settings["caching"] and size < 4
         drawn = {
-            "method": rng.choice(sorted(SELECTION_METHODS)),
+            "method": rng.choice(METHODS),
             "budget": size * rng.choice([2, 2, 3, 5, 9]) + rng.choice([0, size - 1]),
             "full_layers": rng.choice([0, 0, 1]),
             "prompts": "streamed" if only_streamed else rng.choice(["streamed", "whole"]),

@@ -17,7 +17,6 @@ from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.layout import SUMMARY, KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import PendingMoves
-from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.kv.state_slots import StateSlots
 from ksana_jax.scheduler import row_eviction, scheduler
@@ -28,7 +27,7 @@ from tests.fakes import FakeExecutor
 from tests.latent_simulation import LatentSelectingSimulation, LatentSimulation
 from tests.random_simulations import simulate
 from tests.sealing_simulation import SealingSimulation
-from tests.selecting_simulation import SelectingExecutor, SelectingSimulation
+from tests.selecting_simulation import METHODS, SelectingExecutor, SelectingSimulation
 from tests.simulation import Simulation
 from tests.snapshot_simulation import SnapshotSimulation
 from tests.speculating_simulation import (
@@ -122,7 +121,7 @@ def test_simulations_meet_everything_that_the_memory_does():
 
 
 def test_simulations_meet_every_selection_and_continue_sessions():
-    unseen = {f"engines with {name}" for name in (*SELECTION_METHODS, "whole", "streamed")}
+    unseen = {f"engines with {name}" for name in (*METHODS, "whole", "streamed")}
     unseen |= {"hits_device", "hits_host", "hits_disk", "preemptions", "changes refused"}
     unseen |= {"sessions restored", "sessions refused"}
     for seed in range(40):

@@ -59,7 +59,11 @@ def decode(length: int, selects: bool) -> StepInput:
 
 def main(model: str = "smollm2") -> None:
     runners = {"all blocks": make(model, None)}
-    runners |= {name: make(model, {"method": name, "budget": BUDGET}) for name in SELECTION_METHODS}
+    runners |= {
+        name: make(model, {"method": name, "budget": BUDGET})
+        for name in SELECTION_METHODS
+        if name != "lightning_indexer"
+    }
     print("tokens  KiB of KV read, ms a step: median (fastest)")
     for length in LENGTHS:
         times: dict[str, list[float]] = {name: [] for name in runners}

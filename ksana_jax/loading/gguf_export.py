@@ -190,7 +190,7 @@ def _values(config: ModelConfig, field: str, stored: list[Any], shape: tuple[int
 
 
 # Architectures that are read and not written.
-WITHOUT = (*OWN, *LAYER_NORMS, "deepseek2", "granitemoe")
+WITHOUT = (*OWN, *LAYER_NORMS, "deepseek2", "minicpm3", "granitemoe")
 
 
 def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
