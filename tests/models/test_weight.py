@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.layer_spec import IndexerSpec
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models import params as model_params
 from ksana_jax.models.families import FAMILIES
@@ -31,7 +32,10 @@ NAMES = ("everything", "after", "parallel", "experts", "clamped", "latent", "den
 
 
 def test_the_models_of_these_tests_have_every_weight():
-    shapes = [param_shapes(CONFIGS[name]) for name in (*NAMES, "recurrent", "delta", "low_rank", "mamba")]
+    latent = dataclasses.replace(CONFIGS["latent"].latent, indexer=IndexerSpec(4, 10, 3))
+    indexed = dataclasses.replace(CONFIGS["latent"], latent=latent)
+    configs = [CONFIGS[name] for name in (*NAMES, "recurrent", "delta", "low_rank", "mamba")]
+    shapes = [param_shapes(config) for config in (*configs, indexed)]
     found = {name for s in shapes for name in (*weights_of(s.layers[0]), *weights_of(s))}
     assert found | JOINED == weight_fields().keys()
 

@@ -29,7 +29,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files of an adapter that PEFT has saved.
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
-FORMS = "org/name, org/name@revision, org/name/file.gguf or org/name@revision/file.gguf"
+FORMS = "org/name or org/name@revision/file.gguf"
 _WORD = r"\w[\w.+-]*"
 # Components of paths cannot be "..", because none starts with a dot.
 _FILE = r"(?:[^./\\\x00-\x1f][^/\\\x00-\x1f]*/)*[^./\\\x00-\x1f][^/\\\x00-\x1f]*\.gguf"

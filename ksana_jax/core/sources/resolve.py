@@ -120,8 +120,8 @@ def _unknown(text: str) -> str:
     close = nearest(text, [*shipped, *fetchable])
     return (
         f"there is no model {text!r:.200}{f' (nearest: {close})' if close else ''}; supported: a directory or "
-        f".gguf file, a shipped model ({', '.join(shipped)}), one of `ksana fetch` ({', '.join(fetchable)}), "
-        f"or a name of the Hugging Face hub ({hub.FORMS})"
+        f".gguf file, a shipped model ({', '.join(shipped)}), `ksana fetch` ({', '.join(fetchable)}), "
+        f"or of the Hugging Face hub ({hub.FORMS})"
     )
 
 
