@@ -267,6 +267,8 @@ class TrainConfig:
             given["vocab_size"] = self.vocab_size
         if "cla_share_factor" in given:
             given["kv_layers"] = _kv_layers(given)
+        if given.pop("hybrid", None) is not None:
+            found.append(f"model.hybrid trains other layers than those of {self.init_from}, which lora adapts")
         own_theta = model.layers[0].attention.rope.theta
         theta = given.pop("rope_theta", own_theta)
         own = {name: getattr(model, name) for name in given} | {"rope_theta": own_theta}
