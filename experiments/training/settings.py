@@ -268,7 +268,7 @@ class TrainConfig:
         if "cla_share_factor" in given:
             given["kv_layers"] = _kv_layers(given)
         if given.pop("hybrid", None) is not None:
-            found.append(f"model.hybrid trains other layers than those of {self.init_from}, which lora adapts")
+            found.append(f"lora does not go with model.hybrid, which replaces layers of {self.init_from}")
         own_theta = model.layers[0].attention.rope.theta
         theta = given.pop("rope_theta", own_theta)
         own = {name: getattr(model, name) for name in given} | {"rope_theta": own_theta}

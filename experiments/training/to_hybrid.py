@@ -1,4 +1,4 @@
-"""Weights of gated delta rules, and of Qwen3.5's attention, from a Llama's, to be trained further. Knows no files."""
+"""Converts a Llama's attention to gated delta rules and to Qwen3.5's gated attention, for further training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOWEST, FASTEST = 0.01, 0.1
 
 
 def to_hybrid(params: Params, found: ModelConfig, wanted: ModelConfig, texts: jax.Array, seed: int) -> Params:
-    """Returns the weights of `wanted`, some of whose layers are gated delta rules, from those of `found`.
+    """Converts the weights of `found` to those of `wanted`, which has gated delta rules in some layers.
 
     A head of keys and values becomes a head of the delta rule, with the mean of its queries and the sum of its outputs;
     gates are drawn, and small at first. Attention stays, but that norms give its queries and keys their mean size.
@@ -26,7 +26,7 @@ def to_hybrid(params: Params, found: ModelConfig, wanted: ModelConfig, texts: ja
     texts: [sequences, T], whose hidden states give these sizes.
 
     Raises:
-      ConfigError: heads of the delta rule have not the number and the size of those of keys.
+      ConfigError: the delta rule's heads differ from the heads of keys in number or size.
     """
     spec, heads = wanted.recurrent, (found.num_kv_heads, found.head_dim, found.head_dim)
     assert isinstance(spec, DeltaRuleSpec)

@@ -20,7 +20,7 @@ from ksana_jax.models.params import init_params
 from tests import machine
 from tests.engine import test_latents
 from tests.engine.small import tokens_of
-from tests.engine.test_latents import GREEDY, PROMPTS, SETTINGS
+from tests.engine.test_latents import GREEDY, PROMPTS, SETTINGS, dense_greedy
 
 INDEXER = IndexerSpec(num_heads=16, head_dim=12, top_k=9)
 CONFIG = dataclasses.replace(test_latents.CONFIG, latent=LatentSpec(24, 8, 8, 10, 12, indexer=INDEXER))
@@ -47,16 +47,7 @@ def choosing(top_k: int) -> ModelConfig:
 
 @functools.cache
 def greedy(top_k=INDEXER.top_k) -> list[list[int]]:
-    """Greedy tokens of the model without a cache."""
-    scores = jax.jit(functools.partial(dense_logits, config=choosing(top_k)))
-    found = []
-    for prompt in PROMPTS:
-        text = np.zeros(96, np.int32)
-        text[: len(prompt)] = prompt
-        for end in range(len(prompt), len(prompt) + 16):
-            text[end] = int(scores(params(), text)[end - 1].argmax())
-        found.append(text[len(prompt) : len(prompt) + 16].tolist())
-    return found
+    return dense_greedy(choosing(top_k), params())
 
 
 SAME = {

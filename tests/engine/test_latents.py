@@ -51,18 +51,22 @@ def make(**settings) -> LLM:
     return llm
 
 
-@functools.cache
-def greedy(pattern=FULL) -> list[list[int]]:
-    """Greedy tokens of the model without a cache."""
-    scores = jax.jit(functools.partial(dense_logits, config=dataclasses.replace(CONFIG, pattern=pattern)))
+def dense_greedy(config, weights) -> list[list[int]]:
+    """Greedy tokens of a model without a cache."""
+    scores = jax.jit(functools.partial(dense_logits, config=config))
     found = []
     for prompt in PROMPTS:
         text = np.zeros(96, np.int32)
         text[: len(prompt)] = prompt
         for end in range(len(prompt), len(prompt) + 16):
-            text[end] = int(scores(params(), text)[end - 1].argmax())
+            text[end] = int(scores(weights, text)[end - 1].argmax())
         found.append(text[len(prompt) : len(prompt) + 16].tolist())
     return found
+
+
+@functools.cache
+def greedy(pattern=FULL) -> list[list[int]]:
+    return dense_greedy(dataclasses.replace(CONFIG, pattern=pattern), params())
 
 
 H2O = {"method": "h2o", "budget": 90, "interval": 1, "prompts": "streamed"}

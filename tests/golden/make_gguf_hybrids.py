@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 SOURCES = Path(sys.argv[1])
 sys.path[:0] = [str(SOURCES), str(SOURCES / "gguf-py")]
-import conversion  # noqa: E402
+import conversion  # noqa: E402  in SOURCES, which has just been added to the path
 import gguf  # noqa: E402
 
 FOLDER = Path(__file__).parent / "gguf_hybrids"

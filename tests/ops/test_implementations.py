@@ -59,12 +59,10 @@ def test_each_gpu_gets_its_kernels_and_everything_else_the_reference():
 def test_latents_get_the_kernel_that_reads_them():
     latents = H200._replace(num_heads=16, num_kv_heads=1, head_dim=576, sides=1)
     assert choose(latents).name == choose(latents._replace(num_heads=128)).name == "hopper"
-    for other, reason in (
-        ({"num_heads": 96}, "96 query heads"),
-        ({"head_dim": 288}, "latents of 288 numbers"),
-        ({"codec": "int8", "dtype": "int8", "query_dtype": "bfloat16"}, "does not support scales"),
-        ({"eviction": H2O()}, "does not support return_mass"),
-    ):
+    codes = {"codec": "int8", "dtype": "int8", "query_dtype": "bfloat16"}
+    others = [({"num_heads": 96}, "96 query heads"), ({"head_dim": 288}, "latents of 288 numbers")]
+    others += [(codes, "does not support scales"), ({"eviction": H2O()}, "does not support return_mass")]
+    for other, reason in others:
         assert choose(latents._replace(**other)).name == "xla"
         assert reason in str(unsupported(HOPPER, latents._replace(**other)))
     assert "latents, which are keys and values at once" in str(unsupported(TRITON, latents))
