@@ -116,12 +116,10 @@ def _checked(path: Path) -> Path:
 
 
 def _unknown(text: str) -> str:
-    shipped, fetchable = model_names(), [name for name, known in FETCHABLE.items() if known.is_model]
-    close = nearest(text, [*shipped, *fetchable])
+    close = nearest(text, [*model_names(), *(name for name, known in FETCHABLE.items() if known.is_model)])
     return (
-        f"there is no model {text!r:.200}{f' (nearest: {close})' if close else ''}; supported: a directory or "
-        f".gguf file, a shipped model ({', '.join(shipped)}), `ksana fetch` ({', '.join(fetchable)}), "
-        f"or of the Hugging Face hub ({hub.FORMS})"
+        f"there is no model {text!r:.200}{f' (nearest: {close})' if close else ''}; supported: a directory or .gguf "
+        f"file, a name that `ksana list models` prints, or one of the Hugging Face hub ({hub.FORMS})"
     )
 
 
