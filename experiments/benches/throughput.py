@@ -19,6 +19,7 @@ from ksana_jax.lab.bench import throughput
 from ksana_jax.lab.bench.core import Unavailable, option
 from ksana_jax.lab.bench.throughput import OWN, rates_by_count
 from ksana_jax.lab.runs.tasks.results import Measurement, ResultRow
+from ksana_jax.loading.gguf_export import export_gguf
 
 
 @dataclasses.dataclass
@@ -60,18 +61,30 @@ class PeerThroughput(throughput.Throughput):
 
     def _peer(self, label: str) -> PeerProcess:
         if label not in self.processes_of:
-            if self.model_files.suffix == SUFFIX and not PEERS[label].reads_gguf:
-                raise Unavailable(f"absent, it is given no GGUF files, such as {self.model}")
             self.processes_of[label] = PeerProcess(
                 PEERS[label],
                 Path(self.peers),
-                model=str(self.model_files.resolve()),
+                model=str(self._files(PEERS[label].of_gguf).resolve()),
                 dtype=self.dtype,
                 threads=num_cores(),
                 rows=max(self.requests),
                 max_model_len=self.max_model_len,
             )
         return self.processes_of[label]
+
+    def _files(self, of_gguf: bool) -> Path:
+        """Returns the model's GGUF file, made if there is none, or else its directory."""
+        if (self.model_files.suffix == SUFFIX) == of_gguf:
+            return self.model_files
+        if not of_gguf:
+            raise Unavailable(f"absent, it is given no GGUF files, such as {self.model}")
+        made = Path(self.folder.name) / f"model{SUFFIX}"
+        if not made.exists():
+            try:
+                export_gguf(self.model_files, made, self.dtype.upper())
+            except ValueError as error:
+                raise Unavailable(f"absent: {error}") from error
+        return made
 
     def processes(self) -> list[int]:
         return [process.pid for process in self.processes_of.values()]

@@ -1,4 +1,4 @@
-"""`ksana quantize`: writes a model as a GGUF file with quantised matrices."""
+"""`ksana quantize`: writes a model as a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ksana_jax.core.sources import MODEL_HELP
 def quantize(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     to: Annotated[
-        Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"], typer.Option(help="type of the matrices of layers")
+        Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "f16", "bf16", "f32"],
+        typer.Option(help="type of the matrices of layers"),
     ] = "q4_1",
     out: Annotated[Path | None, typer.Option(help="the file", show_default="NAME-TYPE.gguf, in this folder")] = None,
 ) -> None:
-    """Writes a model as a GGUF file. Embedding and output head are Q8_0, norms F32.
+    """Writes a model as a GGUF file. Embedding and output head of the types that begin with q are Q8_0; norms are F32.
 
     Use it with `quantization: stored`, which keeps matrices so in memory; llama.cpp reads it too. int8 and w8a8 need no
     file: they are settings.

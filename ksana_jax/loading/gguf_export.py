@@ -1,4 +1,4 @@
-"""Writes a model as a GGUF file whose matrices are rounded to blocks.
+"""Writes a model as a GGUF file, in floats or with matrices rounded to blocks.
 
 Metadata is copied from a GGUF file, or made from a config. It is then read again and compared, so that anything GGUF
 cannot express is an error.
@@ -21,6 +21,7 @@ from ksana_jax.core.gguf_file import SUFFIX, TYPES, GGUFFile, TensorInfo, gguf_o
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.recurrent import DeltaRuleSpec
 from ksana_jax.core.sources import model_path
+from ksana_jax.core.sources.hub import TOKENIZERS
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.find import find_weights
 from ksana_jax.loading.gguf_config import (
@@ -48,7 +49,7 @@ from ksana_jax.loading.gguf_tensors import (
     permuted_heads,
     top_names,
 )
-from ksana_jax.loading.gguf_writer import QUANTISED, NewTensor, import_gguf, write_gguf
+from ksana_jax.loading.gguf_writer import FLOATS, QUANTISED, NewTensor, import_gguf, write_gguf
 from ksana_jax.loading.load import check_tensors, read_weight
 from ksana_jax.loading.views import WeightSource, sources_of
 from ksana_jax.models.frequencies import make_rope
@@ -66,12 +67,13 @@ _NOT_COPIED = ("general.file_type", "general.quantization_version", "general.ali
 def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
     """Writes a model as a GGUF file, with one weight in memory at a time.
 
-    Matrices of layers are rounded to a type of blocks, embedding and head to Q8_0. Other weights are float32, as are
-    matrices whose rows are not whole blocks.
+    Matrices of layers are of the type that is asked for; if it has blocks, embedding and head are Q8_0. Other weights
+    are float32, as are matrices whose rows are not whole blocks. A directory without a tokenizer gives such a file,
+    which names no ids either.
 
     Args:
       source: path or name of a model, a Hugging Face directory or a GGUF file.
-      kind: a type of `gguf_writer.QUANTISED`.
+      kind: a type of `gguf_writer.FLOATS` or `gguf_writer.QUANTISED`.
 
     Raises:
       ConfigError: GGUF, or this package's reader, has no name for a part of the model.
@@ -80,8 +82,8 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
       ImportError: the package gguf is not installed.
     """
     import_gguf()
-    if kind not in QUANTISED:
-        raise ConfigError(f"kind is {kind!r:.40}, must be one of {', '.join(QUANTISED)}")
+    if kind not in (*FLOATS, *QUANTISED):
+        raise ConfigError(f"kind is {kind!r:.40}, must be one of {', '.join((*FLOATS, *QUANTISED))}")
     if out.suffix != SUFFIX:
         raise ConfigError(f"{out} must end in {SUFFIX}, by which GGUF files are known")
     path, config = model_path(source), _with_factors(load_config(source))
@@ -94,7 +96,10 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
         metadata = without_guessing(metadata, architecture, config) if config.recurrent else metadata
     else:
         architecture, metadata = config_metadata(config)
-        metadata |= gguf_tokens(path, config.vocab_size, config.bos_id, config.eos_ids)
+        if any((path / name).exists() for name in TOKENIZERS):
+            metadata |= gguf_tokens(path, config.vocab_size, config.bos_id, config.eos_ids)
+        else:
+            metadata |= {"tokenizer.ggml.model": "no_vocab", f"{architecture}.vocab_size": config.vocab_size}
     metadata["general.quantization_version"] = 2  # of ggml's blocks
     heads = permuted_heads(architecture, config)
     tensors: dict[str, NewTensor] = {}
@@ -122,9 +127,10 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
     for name, fields in parts.items():
         to = kind if all(stated(field, "quantization").quantises for field in fields) else "F32"
         if fields.keys() & {"embed", "head"}:
-            to = OF_VOCABULARY
+            to = kind if kind in FLOATS else OF_VOCABULARY
         shape, values = _tensor(config, name, fields)
-        tensors[name] = NewTensor("F32" if len(shape) < 2 or shape[-1] % BLOCK else to, shape, values)
+        fits = len(shape) > 1 and (to in FLOATS or shape[-1] % BLOCK == 0)
+        tensors[name] = NewTensor(to if fits else "F32", shape, values)
     if not file:
         _check_config(config, metadata, tensors, out)
     if isinstance(config.rope, RopeConfig) and config.rope.factors:

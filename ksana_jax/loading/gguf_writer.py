@@ -14,13 +14,14 @@ from ksana_jax.core.errors import LoadError
 from ksana_jax.core.files import replacing
 
 # Types that values can be rounded to.
+FLOATS = ("F32", "BF16", "F16")
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
 class NewTensor(NamedTuple):
     """A tensor to write.
 
-    kind: F32 or a type of QUANTISED.
+    kind: a type of FLOATS or QUANTISED.
     shape: row-major.
     values: gives them, float32.
     """
@@ -52,7 +53,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Ne
         int uint32 if it fits.
 
     Raises:
-      LoadError: values are beyond the range of float16, in which blocks have their scales.
+      LoadError: values are beyond the range of float16, in which blocks have their scales too.
     """
     gguf = import_gguf()
     architecture = metadata["general.architecture"]
@@ -69,8 +70,9 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Ne
         writer.write_ti_data_to_file()
         for name, tensor in tensors.items():
             values = tensor.values()
-            if tensor.kind != "F32" and (largest := np.abs(values).max()) > np.finfo(np.float16).max:
-                raise LoadError(f"{name}: values of up to {largest:.3g} exceed the float16 scales of {tensor.kind}")
+            limited = tensor.kind not in ("F32", "BF16")
+            if limited and (largest := np.abs(values).max()) > np.finfo(np.float16).max:
+                raise LoadError(f"{name}: values of up to {largest:.3g} exceed float16, the range of {tensor.kind}")
             writer.write_tensor_data(gguf.quants.quantize(values, gguf.GGMLQuantizationType[tensor.kind]))
 
 

@@ -49,6 +49,7 @@ class FakePeer:
 def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch, tmp_path):
     monkeypatch.setattr(throughput, "PeerProcess", FakePeer)
     monkeypatch.setattr(throughput, "_export", lambda *_: None)
+    monkeypatch.setattr(throughput, "export_gguf", _refuse)
     rows, made = rows_of(PeerThroughput(num_blocks=10, requests=(2,), peers=str(tmp_path)), repeats=2)
     found = rows["transformers, static batch", 2]
     assert (found.mean("same_tokens"), found.mean("of_bound")) == (1.0, 0.125)
@@ -57,6 +58,11 @@ def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch,
     )
     assert "Peers: peer 1." in made.notes
     assert rows["vLLM", 2].mean("run_s") is None and "vLLM: failed: no." in made.notes
+    assert "llama.cpp, benchmark's loop: absent: no such architecture." in made.notes
+
+
+def _refuse(source, out, kind):
+    raise ConfigError("no such architecture")
 
 
 def test_llama_cpp_alone_is_given_a_gguf_file(engines, monkeypatch, tmp_path):
@@ -74,17 +80,20 @@ def test_llama_cpp_alone_is_given_a_gguf_file(engines, monkeypatch, tmp_path):
 
 
 def test_all_peers_are_given_the_numbers_of_a_gguf_file_that_is_dequantised(engines, monkeypatch, tmp_path):
-    given, exported = set(), []
+    given, exported, written = set(), [], []
     monkeypatch.setattr(
         throughput, "PeerProcess", lambda *a, **b: given.add((a[0].script, b["model"])) or FakePeer(*a, **b)
     )
     monkeypatch.setattr(throughput, "_export", lambda *asked: exported.append(asked))
+    monkeypatch.setattr(throughput, "export_gguf", lambda *asked: written.append(asked))
     path = tmp_path / "model.gguf"
     path.touch()
     rows_of(PeerThroughput(str(path), dtype="bf16", num_blocks=10, requests=(2,), peers=str(tmp_path)))
     [(source, folder, *how)] = exported
     assert (source, how) == (path, ["bf16", "auto", 0])
-    assert given == {(spec.script, str(folder)) for spec in PEERS.values()}
+    assert written == [(folder, folder / "model.gguf", "BF16")]
+    files = {spec.script: folder / "model.gguf" if spec.of_gguf else folder for spec in PEERS.values()}
+    assert given == {(script, str(path)) for script, path in files.items()}
 
 
 def test_the_repetition_that_warms_up_asks_for_an_eighth_of_the_tokens_of_the_peers_that_are_named(

@@ -18,11 +18,11 @@ from ksana_jax.engine.request_factory import ending_ids
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.gguf_blocks import decode
 from ksana_jax.loading.gguf_export import export_gguf
-from ksana_jax.loading.gguf_writer import QUANTISED
+from ksana_jax.loading.gguf_writer import FLOATS, QUANTISED
 from ksana_jax.loading.load import load_model
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.params import stated
-from ksana_jax.tokenizers import load_tokenizer
+from ksana_jax.tokenizers import find_tokenizer, load_tokenizer
 from tests.loading.gguf_on_disk import TWINS, write_twin
 from tests.loading.models_on_disk import random_tensors, write_model
 
@@ -36,7 +36,8 @@ def rounded(config, params, kind):
     def of(path, w):
         field = path[-1].name
         if w.ndim > 1 and field != "w_shared_gate":
-            to = "Q8_0" if field in ("embed", "head") else kind if stated(field, "a test").quantises else "F32"
+            whole = kind if kind in FLOATS else "Q8_0"
+            to = whole if field in ("embed", "head") else kind if stated(field, "a test").quantises else "F32"
             return decode(to, gguf.quants.quantize(np.asarray(w), gguf.GGMLQuantizationType[to]).view(np.uint8))
         stored_plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
         return (w + np.float32(1)) - np.float32(1) if stored_plus_one else w
@@ -93,13 +94,22 @@ def test_a_model_is_the_same_apart_from_rounding_from_a_folder_or_a_gguf_file(na
     assert made == given | {"general.quantization_version": 2}
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", (*FLOATS, *QUANTISED))
 def test_each_type_is_read_as_it_was_rounded(kind, tmp_path):
     _, config = TWINS["llama"]
     config = dataclasses.replace(config, **WIDTHS)
     path = write_twin(tmp_path / "model.gguf", "llama", config, random_tensors(config))
     export_gguf(path, tmp_path / "out.gguf", kind)
     check(tmp_path / "out.gguf", *load_model(path), kind)
+
+
+def test_a_folder_without_a_tokenizer_gives_a_file_without(tmp_path):
+    config = dataclasses.replace(TWINS["llama"][1], **WIDTHS, eos_ids=())
+    folder = write_model(tmp_path / "model", random_tensors(config), config)
+    export_gguf(folder, tmp_path / "out.gguf", "F16")
+    assert find_tokenizer(tmp_path / "out.gguf") is None
+    config, params = load_model(folder)
+    check(tmp_path / "out.gguf", dataclasses.replace(config, bos_id=None), params, "F16")
 
 
 def test_without_the_package_an_error_names_the_extra(monkeypatch, tmp_path):
@@ -169,10 +179,12 @@ def test_what_gguf_cannot_express_is_refused_and_nothing_is_written(tmp_path):
     large = random_tensors(config)
     large["model.layers.1.mlp.up_proj.weight"][3, 40] = 1e7
     with pytest.raises(
-        LoadError, match=r"blk\.1\.ffn_up\.weight: values of up to 1e\+07 exceed the float16 scales of Q4_1"
+        LoadError, match=r"blk\.1\.ffn_up\.weight: values of up to 1e\+07 exceed float16, the range of Q4_1"
     ):
         export_gguf(write_model(tmp_path / "model", large, config), out, "Q4_1")
-    with pytest.raises(ConfigError, match="kind is 'Q4_K', must be one of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0"):
+    with pytest.raises(
+        ConfigError, match="kind is 'Q4_K', must be one of F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0"
+    ):
         export_gguf(folder, out, "Q4_K")
     with pytest.raises(ConfigError, match=r"must end in \.gguf"):
         export_gguf(folder, tmp_path / "out", "Q4_1")

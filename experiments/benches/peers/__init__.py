@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class PeerSpec(NamedTuple):
-    """A peer. script, name: its class. package: what must be installed. reads_gguf: whether it is given GGUF files."""
+    """A peer. script, name: its class. package: what must be installed. of_gguf: whether it is given a GGUF file."""
 
     script: str
     name: str
     package: str
-    reads_gguf: bool = False
+    of_gguf: bool = False
 
 
 # Measured by `ksana bench experiments.benches.host:Host`.
@@ -25,5 +25,5 @@ PEERS: dict[str, PeerSpec] = {
     "transformers, static batch": PeerSpec("of_transformers", "Static", "transformers"),
     "transformers, continuous": PeerSpec("of_transformers", "Continuous", "transformers"),
     "vLLM": PeerSpec("of_vllm", "Engine", "vllm"),
-    "llama.cpp, benchmark's loop": PeerSpec("of_llama_cpp", "Engine", "llama_cpp", reads_gguf=True),
+    "llama.cpp, benchmark's loop": PeerSpec("of_llama_cpp", "Engine", "llama_cpp", of_gguf=True),
 }

@@ -1,10 +1,7 @@
 """llama.cpp through its C functions: several sequences decoded together. Runs in the peers' environment."""
 
 import ctypes
-import tempfile
-from pathlib import Path
 
-import gguf_file
 import llama_cpp
 import numpy as np
 
@@ -21,7 +18,7 @@ def _silent(level, text, data):
 class Engine:
     """llama.cpp has no engine that takes token ids: a loop of this class submits prompts and decode steps to it.
 
-    A GGUF file is read unchanged, for any dtype; a directory becomes a file in dtype.
+    The model is a GGUF file, read unchanged for any dtype.
 
     Prompts come first, as many as a call and the sequences take; then all sequences decode together, one token each.
     Flash attention stays as llama.cpp chooses, on: twice as fast with 32 sequences. It rounds also in float32: 23 of 32
@@ -31,14 +28,9 @@ class Engine:
     def __init__(self, model: str, dtype: str, threads: int, rows: int, max_model_len: int):
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(model)
-            if path.suffix != ".gguf":
-                path = Path(folder) / "model.gguf"
-                gguf_file.write_gguf(Path(model), path, dtype)
-            params = llama_cpp.llama_model_default_params()
-            params.use_mmap = False  # a file in the folder is deleted
-            self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        params = llama_cpp.llama_model_default_params()
+        params.use_mmap = False
+        self.model = llama_cpp.llama_model_load_from_file(model.encode(), params)
         if not self.model:
             raise RuntimeError("llama.cpp does not load the model")
         context = llama_cpp.llama_context_default_params()
