@@ -43,7 +43,8 @@ def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[TileGroup,
 
 
 def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) -> tuple[TileGroup, ...]:
-    """Returns parts for longer chunks: wide tiles in a ladder of factors of two, all of the narrow ones or a quarter.
+    """Returns parts for longer chunks: wide tiles in a ladder of factors of two, from 4 with one and a half times each
+    size, all of the narrow ones or a quarter.
 
     Parts with fewer tokens come first; among equals, the widest tiles, which read keys for more queries at once.
     """
@@ -52,6 +53,8 @@ def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) 
         fewest = -(-min_rows // width)
         most = max(count, fewest)
         counts = ladder(fewest, most) if width == query_tile else ladder(max(most // 4, fewest), most, 4.0)
+        if width == query_tile:
+            counts += tuple(count * 3 // 2 for count in counts if 4 <= count and count * 3 // 2 < most)
         found += [TileGroup(count, width) for count in counts]
     return tuple(sorted(found, key=lambda part: (part.count * part.width, -part.width)))
 
