@@ -42,7 +42,8 @@ class PeerThroughput(throughput.Throughput):
         from ksana_jax.loading.tensor_files import has_weights
 
         self.processes_of: dict[str, PeerProcess] = {}
-        self.folder, model = tempfile.TemporaryDirectory(), model_path(self.model)
+        self.folder = tempfile.TemporaryDirectory()
+        model = model_path(self.model)
         is_random = not has_weights(model)
         if is_random or (gguf_of(model) and self.quantization is None):
             _export(model, Path(self.folder.name), self.dtype, "dummy" if is_random else "auto", self.seed)

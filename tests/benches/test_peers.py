@@ -11,7 +11,8 @@ from experiments.benches.peer_process import PeerProcess
 from experiments.benches.peers import PEERS, PeerSpec
 from experiments.benches.throughput import PeerThroughput
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.bench.core import Unavailable
+from ksana_jax.core.errors import LoadError
+from ksana_jax.lab.bench.core import Unavailable, run
 from ksana_jax.lab.bench.throughput import BOUND, OURS, STEPS
 from tests.benches.fakes import rows_of
 
@@ -59,6 +60,11 @@ def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch,
     assert "Peers: peer 1." in made.notes
     assert rows["vLLM", 2].mean("run_s") is None and "vLLM: failed: no." in made.notes
     assert "llama.cpp, benchmark's loop: absent: no such architecture." in made.notes
+
+
+def test_a_model_that_is_not_there_is_the_error(tmp_path):
+    with pytest.raises(LoadError, match="there is no model 'nowhere'"):
+        run(PeerThroughput("nowhere", num_blocks=10, peers=str(tmp_path)))
 
 
 def _refuse(source, out, kind):
