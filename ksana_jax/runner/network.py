@@ -46,6 +46,7 @@ class Network:
     observers, selections: for each layer the eviction method and the selection method, None without.
     operators: implementations of products with weights and of norms.
     tuning: of the platform. features: that programs may use on the devices.
+    weight_forms: of each layer, the first one whose weights have the same types and shapes.
     states_in_place: see `paged_recur`.
     """
 
@@ -62,13 +63,15 @@ class Network:
     tuning: Tuning
     placement: Placement
     features: Features
+    weight_forms: tuple[int, ...]
     states_in_place: Any = None
 
     @property
     def kinds(self) -> tuple[int, ...]:
         """Returns for each layer the first one computed alike. Patterns are data and make no difference."""
         specs = [_without_pattern(spec) for spec in self.config.layers]
-        kinds = list(zip(specs, self.observers, self.selections))  # neither method knows places of single heads
+        # Neither method knows places of single heads.
+        kinds = list(zip(specs, self.observers, self.selections, self.weight_forms, strict=True))
         return tuple(map(kinds.index, kinds))
 
     def placed(self, layers: range) -> list[tuple[tuple[int, int], Any, int]]:

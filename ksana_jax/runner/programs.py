@@ -156,6 +156,7 @@ class ModelPrograms:
             self._tuning,
             placement,
             placement.features,
+            _forms(self.params),
             recurrent and recurrent.load(),
         )
         self.head = OutputHead(config, self.operators, placement, placement.vocabulary(config))
@@ -306,3 +307,10 @@ class ModelPrograms:
         params, cache, arrays, patterns = self.step_arguments(shape)
         given = arrays.tokens if self.embeds_on_host else jax.ShapeDtypeStruct((shape.max_sampled,), jnp.int32)
         return params, cache, jax.ShapeDtypeStruct((self._packing_of(shape).size,), jnp.int32), given, patterns
+
+
+def _forms(params: Params) -> tuple[int, ...]:
+    """Returns for each layer the first one whose weights have the same types and shapes: files of blocks give some
+    layers more bits."""
+    forms = [(jax.tree.structure(p), [(w.shape, w.dtype) for w in jax.tree.leaves(p)]) for p in params.layers]
+    return tuple(map(forms.index, forms))
