@@ -39,8 +39,6 @@ class Engine:
         context.n_threads = context.n_threads_batch = threads
         # float32 for equal tokens; otherwise llama.cpp's default, which it reads faster than bfloat16.
         context.type_k = context.type_v = KV_TYPES.get(dtype, llama_cpp.GGML_TYPE_F16)
-        if dtype == "f32":  # flash attention rounds keys and values to float16, also where they are stored in float32
-            context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context.kv_unified = True  # faster by a tenth to a third with 32 sequences on two cores
         context.no_perf = True
         self.context = llama_cpp.llama_init_from_model(self.model, context)
