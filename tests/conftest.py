@@ -33,7 +33,7 @@ DEVICE = "KSANA_TEST_DEVICE"
 # Rooms whose tests compile steps: nine tenths of the time of all.
 TAKE_LONG = tuple(
     f"tests/{room}/"
-    for room in ("engine", "lab/runs", "methods", "models", "pallas_kernels", "runner", "serve", "sharding", "training")
+    for room in "engine lab/runs loading methods models native pallas_kernels runner serve sharding training".split()
 )
 LEFT_OUT = pytest.StashKey[list[str]]()
 
