@@ -68,6 +68,13 @@ class KVLayout:
     states: StateLayout | None = None
 
     @property
+    def group_keys(self) -> list[str]:
+        """Distinguishes the groups in prefix-cache keys, the states' last; the only group of blocks is empty, so that
+        its blocks have the keys of `hashes_of`."""
+        keys = [group.key for group in self.groups] if len(self.groups) != 1 else [""]
+        return [*keys, *([self.states.group.key] if self.states else [])]
+
+    @property
     def of_states(self) -> KVLayout | None:
         """Returns the layout of slots for states, as one of blocks; None without any."""
         states = self.states

@@ -55,7 +55,7 @@ class KVMemory:
       disk_reads: disk reads of waiting sequences; None without a disk and a host tier.
       swap: swapping of preempted sequences; None without a host tier. layout: contents of a block.
       states: slots for states of recurrent layers; None without any.
-      listeners: told of blocks that device and host cache, use and drop.
+      listeners: told of blocks that device and host cache, use and drop. state_listeners: told of states.
       num_blocks_by_origin: blocks that rows obtained, by origin, see `KVState`.
     """
 
@@ -82,6 +82,7 @@ class KVMemory:
         self._replacement, self._caching = find_replacement_policy(replacement), caching
         self._preempt, self._write, self.clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
         self.listeners: list[CacheListener] = []
+        self.state_listeners: list[CacheListener] = []
         self.disk_states = disk_states
         self._make_tiers(num_blocks, host_data, host_states)
 
@@ -123,14 +124,13 @@ class KVMemory:
         """Changes the visible positions and the scope of cache keys. Only while nothing runs or waits."""
         self.layout = layout
         self.index.set_scope(scope)
-        groups = [*layout.groups, *([layout.states.group] if layout.states else [])]
         if layout.states is not None and self.states is None:
-            slots, group = layout.states.num_slots, len(layout.groups)
-            tiers: dict[str, Any] = {"host_data": self._host_states, "disk": self.disk_states, "write": self._write}
-            self.states = StateSlots(slots, group, self.index, self._replacement, self.counters, **tiers)
+            slots, group, told = layout.states.num_slots, len(layout.groups), self.state_listeners
+            more: dict[str, Any] = {"host_data": self._host_states, "disk": self.disk_states, "write": self._write}
+            self.states = StateSlots(slots, group, self.index, self._replacement, self.counters, listeners=told, **more)
             self.hosts += [self.states.host] if self.states.host else []
         self.prefixes.set_layout(layout, self.states)
-        self.index.group_keys = [group.key for group in groups]
+        self.index.group_keys = layout.group_keys
         for tier in (self.device, self.host):
             if tier is not None:
                 tier.set_leaves_first([group.live.window is None for group in layout.groups])

@@ -18,8 +18,8 @@ def hashes_of(token_ids: np.ndarray, block_size: int, salt: str = "", model: str
       model: fingerprint of the model.
 
     Returns:
-      Keys of 32 bytes, equal to `kv.prefix_index.PrefixIndex`'s in an engine whose layers form one group and
-      whose attention pattern is full, so that the events of its cache name the same blocks.
+      Keys of 32 bytes, equal to `kv.prefix_index.PrefixIndex`'s in an engine whose layers with keys and values form
+      one group and whose attention pattern is full, so that the events of its cache name the same blocks.
     """
     data = np.ascontiguousarray(token_ids, np.int32).tobytes()
     length, chain, found = 4 * block_size, _root(model, salt), []

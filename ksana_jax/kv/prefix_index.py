@@ -65,7 +65,8 @@ class PrefixIndex:
       cost: of recomputing the block at a sequence position, relative to the first block.
 
     Attributes:
-      group_keys: `KVGroup.key` of each group. A block holds the layers of one group, so each has its own chains.
+      group_keys: `KVGroup.key` of each group; empty for one. A block holds the layers of one group, so each has its
+        own chains.
       nodes, roots: by key. cost: see above.
     """
 
@@ -100,7 +101,7 @@ class PrefixIndex:
 
     def root(self, salt: str, group: int = 0) -> Node:
         """Returns the node at which the chains of one salt and group begin; it is not a block and is never replaced."""
-        parts = (self.scope.model, salt, *(self.group_keys[group : group + 1] if len(self.group_keys) > 1 else ()))
+        parts = (self.scope.model, salt, *filter(None, self.group_keys[group : group + 1]))
         key = self._root_keys.get(parts)
         if key is None:
             if len(self._root_keys) >= MAX_ROOTS:

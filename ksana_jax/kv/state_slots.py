@@ -6,6 +6,8 @@ one reads it, and writes the next state to another slot. On host and disk, state
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
@@ -19,7 +21,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.replacement import ReplacementPolicy
 from ksana_jax.kv.state import KVState
 from ksana_jax.kv.swap import Costs, Swap
-from ksana_jax.kv.tier import DEVICE, Node, Tier
+from ksana_jax.kv.tier import DEVICE, CacheListener, Node, Tier
 
 
 class StateSlots(DeviceTier):
@@ -29,6 +31,7 @@ class StateSlots(DeviceTier):
       group: number of the recurrent layers' group, after those of blocks.
       counters: of snapshots; moves have their own, see `own_counters`.
       host_data: [slots, ...] the host's slots, preallocated; None for no host tier. disk: the disk tier, or None.
+      listeners: see `Tier`.
 
     Attributes:
       moves: pending copies of slots. host: tier of slots on the host; None without one.
@@ -46,6 +49,7 @@ class StateSlots(DeviceTier):
         write: str,
         host_data: np.ndarray | None,
         disk: DiskTier | None,
+        listeners: Sequence[CacheListener] = (),
     ):
         self.group, self.disk, self.own_counters = group, disk, Counters()
         self.moves, self.host, self.swap = PendingMoves(self.own_counters), None, None
@@ -58,7 +62,7 @@ class StateSlots(DeviceTier):
             self.swap = Swap(self, self.host, self.moves, self.own_counters, preempt="swap", costs=Costs())
         for tier in (self, self.host):
             if tier is not None:
-                tier.leaves_first = [False] * (group + 1)
+                tier.leaves_first, tier.listeners = [False] * (group + 1), listeners
 
     def take(self) -> int:
         """Takes a slot, replacing a snapshot if none is free.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ksana_jax.serve.router.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from ksana_jax.serve.router.events import DEVICE, STATES, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from ksana_jax.serve.router.request import Hash
 
 # Seconds between searches for expired expected blocks.
@@ -27,7 +27,7 @@ FEW = 8
 class Match:
     """The part of a prompt that each server caches.
 
-    levels: (num_blocks, servers): bits of the servers that have the first num_blocks blocks and not the next one, in
+    levels: (num_blocks, servers): bits of the servers that can reuse the first num_blocks blocks and no more, in
     ascending order of num_blocks. Servers in none of them have nothing.
     """
 
@@ -81,10 +81,15 @@ def numbers_of(servers: int) -> list[int]:
 
 @dataclasses.dataclass(slots=True)
 class _Cache:
-    """One server's blocks. expected: hash -> expiry time, least recently sent first. stored: hash -> media."""
+    """One server's blocks. expected: hash -> expiry time, least recently sent first. stored: hash -> media.
+
+    states: hash of the text before the state -> media. state_group: `group_idx` of states; None without any.
+    """
 
     expected: collections.OrderedDict[Hash, float] = dataclasses.field(default_factory=collections.OrderedDict)
     stored: dict[Hash, set[str]] = dataclasses.field(default_factory=dict)
+    states: dict[Hash, set[str]] = dataclasses.field(default_factory=dict)
+    state_group: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -105,6 +110,8 @@ class CacheIndex:
         self.ttl_s = ttl_s
         self._holders: dict[Hash, int] = {}  # the servers that have a block, as bits
         self._slow: dict[Hash, int] = {}  # of those, servers that have the block on slower media only
+        self._states: dict[Hash, int] = {}  # the servers that have the state after a block
+        self._recurrent = 0  # the servers that have recurrent layers
         self._caches: list[_Cache] = []
         self._swept_s = -math.inf
         self.num_blocks, self.capacity = np.zeros(0), np.zeros(0)
@@ -118,9 +125,10 @@ class CacheIndex:
         self.num_blocks, self.capacity = np.append(self.num_blocks, 0.0), np.append(self.capacity, np.inf)
 
     def match(self, hashes: Sequence[Hash]) -> Match:
-        """Finds how many leading blocks of a prompt each server caches.
+        """Finds how many leading blocks of a prompt each server can reuse.
 
-        A server with a block is assumed to have the blocks before it, because caches evict ends first.
+        A server with a block is assumed to have the blocks before it, because caches evict ends first. One with
+        recurrent layers continues at a state: blocks that are only expected have none.
         """
         holders, known, found = self._holders, 0, []
         all_servers = holders.get(hashes[0], 0) if hashes else 0
@@ -132,12 +140,28 @@ class CacheIndex:
                 known |= more
                 all_servers |= more
             at -= 1
-        return Match(found[::-1])
+        return Match(self._until_states(hashes, found) if self._recurrent else found[::-1])
+
+    def _until_states(self, hashes: Sequence[Hash], found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns the levels of a match from those without states, which are in descending order."""
+        levels, blocks_of, without = [], dict(found), 0
+        for at in range(found[0][0] if found else 0, 0, -1):
+            servers = blocks_of.get(at, 0)
+            without |= servers & self._recurrent
+            have = without & self._states.get(hashes[at - 1], 0)
+            without ^= have
+            if servers := servers & ~self._recurrent | have:
+                levels.append((at, servers))
+        return levels[::-1]
 
     def num_matched(self, server: int, hashes: Sequence[Hash]) -> int:
-        """Returns how many leading blocks of a prompt one server caches, as `match` does."""
-        expected, stored = self._caches[server].expected, self._caches[server].stored
-        return bisect.bisect_left(hashes, True, key=lambda found: found not in expected and found not in stored)
+        """Returns how many leading blocks of a prompt one server can reuse, as `match` does."""
+        cache = self._caches[server]
+        expected, stored = cache.expected, cache.stored
+        count = bisect.bisect_left(hashes, True, key=lambda found: found not in expected and found not in stored)
+        while count and cache.state_group is not None and hashes[count - 1] not in cache.states:
+            count -= 1
+        return count
 
     @property
     def has_slow(self) -> bool:
@@ -187,8 +211,10 @@ class CacheIndex:
         """Forgets all blocks of a server."""
         cache = self._caches[server]
         self._drop(1 << server, (*cache.expected, *reversed(cache.stored)))  # ends first
-        cache.expected.clear()
-        cache.stored.clear()
+        for found in cache.states:
+            _remove(self._states, found, 1 << server)
+        self._recurrent &= ~(1 << server)
+        self._caches[server] = _Cache()
         self.num_blocks[server] = 0
 
     def apply(self, server: int, events: Iterable[Event]) -> None:
@@ -199,6 +225,13 @@ class CacheIndex:
 
     def _apply(self, server: int, event: Event) -> None:
         cache, bit = self._caches[server], 1 << server
+        if isinstance(event, AllBlocksCleared):
+            return self.clear(server)
+        if isinstance(event, BlockStored) and event.kv_cache_spec_kind == STATES:
+            cache.state_group = event.group_idx
+            self._recurrent |= bit
+        if event.group_idx is not None and event.group_idx == cache.state_group:
+            return self._apply_to_states(cache, bit, event)
         if isinstance(event, BlockStored):
             for found in event.block_hashes:
                 cache.expected.pop(found, None)
@@ -206,7 +239,7 @@ class CacheIndex:
                 media.add(event.medium)
                 self._holders[found] = self._holders.get(found, 0) | bit
                 self._set_slow(found, bit, DEVICE not in media)
-        elif isinstance(event, BlockRemoved):
+        else:
             for found in event.block_hashes:
                 media = cache.stored.get(found)
                 if media is None:
@@ -217,8 +250,19 @@ class CacheIndex:
                 else:
                     del cache.stored[found]
                     self._drop(bit, (found,))
-        elif isinstance(event, AllBlocksCleared):
-            self.clear(server)
+        return None
+
+    def _apply_to_states(self, cache: _Cache, bit: int, event: BlockStored | BlockRemoved) -> None:
+        for found in event.block_hashes:
+            media = cache.states.setdefault(found, set())
+            if isinstance(event, BlockStored):
+                media.add(event.medium)
+                self._states[found] = self._states.get(found, 0) | bit
+            else:
+                media.discard(event.medium)
+            if not media:
+                del cache.states[found]
+                _remove(self._states, found, bit)
 
     def _fit(self, server: int) -> None:
         """Drops expected blocks that exceed a server's capacity, least recently sent first; counts its blocks."""
@@ -239,5 +283,9 @@ class CacheIndex:
             for found in blocks:
                 self._set_slow(found, bit, False)
         for found in blocks:
-            if servers := self._holders.pop(found) & ~bit:
-                self._holders[found] = servers
+            _remove(self._holders, found, bit)
+
+
+def _remove(holders: dict[Hash, int], found: Hash, bit: int) -> None:
+    if servers := holders.pop(found, 0) & ~bit:
+        holders[found] = servers

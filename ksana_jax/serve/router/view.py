@@ -10,7 +10,7 @@ import numpy as np
 
 from ksana_jax.serve.router.index import CacheIndex, Match, unpacked
 from ksana_jax.serve.router.ledger import Ledger
-from ksana_jax.serve.router.request import RoutedRequest
+from ksana_jax.serve.router.request import Hash, RoutedRequest
 from ksana_jax.serve.router.settings import RouterSettings
 
 # Servers up to which their prefill is computed one by one.
@@ -56,30 +56,32 @@ class FleetView:
     @_computed_once
     def match(self) -> Match:
         """Each server's cached blocks of this prompt; looked up on first use."""
-        return self.index.match(self.request.hashes)
+        return self.index.match(self._hashes)
+
+    @property
+    def _hashes(self) -> Sequence[Hash]:
+        """Hashes of the blocks that a server can reuse: those before the last token, because sampling needs its
+        logits."""
+        return self.request.hashes[: (self.request.num_prompt - 1) // self.settings.block_size]
 
     @_computed_once
     def matched(self) -> np.ndarray:
-        """Prompt tokens that each server caches, [S]; at most all but the last: sampling needs that one's logits."""
+        """Prompt tokens that each server caches, [S]."""
         tokens = np.zeros(len(self.closed))
         self.match.fill(tokens, self._tokens_of_levels())
         return tokens
 
     def _tokens_of_levels(self) -> list[int]:
         """Returns the prompt tokens that the servers of each level of the match cache."""
-        block_size, num_prompt = self.settings.block_size, self.request.num_prompt
-        tokens = [blocks * block_size for blocks, _ in self.match.levels]
-        if tokens and tokens[-1] >= num_prompt:
-            tokens[-1] = num_prompt - 1
-        return tokens
+        return [blocks * self.settings.block_size for blocks, _ in self.match.levels]
 
     def matched_of(self, server: int) -> int:
         """Prompt tokens that one server caches, as in `matched`."""
         if "match" in self.__dict__:
             num_blocks = self.match.of(server)
         else:  # the policy looks at load alone
-            num_blocks = self.index.num_matched(server, self.request.hashes)
-        return min(num_blocks * self.settings.block_size, self.request.num_prompt - 1)
+            num_blocks = self.index.num_matched(server, self._hashes)
+        return num_blocks * self.settings.block_size
 
     @_computed_once
     def wait_s(self) -> np.ndarray:
@@ -111,7 +113,7 @@ class FleetView:
         for blocks, level in (*reversed(self.match.levels), (0, servers)):
             if here := level & servers:
                 servers ^= here
-                matched = min(blocks * settings.block_size, num_prompt - 1)
+                matched = blocks * settings.block_size
                 tokens = settings.work(num_prompt - matched, matched)
                 while here:
                     number = here.bit_length() - 1

@@ -8,6 +8,11 @@ keys of `kv.prefix_index`, in hexadecimal.
     event: cache    data: {"model": "9f...", "block_size": 16, "num_blocks": 512, "num_host_blocks": 0}
     data: {"events": [{"type": "BlockStored", "block_hashes": ["a1...", "b2..."], "parent_block_hash": null,
           "block_size": 16, "medium": "GPU"}]}
+
+With recurrent layers there are two groups, with fields and equal hashes as in vLLM 0.32: events have a group_idx, and
+those of stored blocks a kv_cache_spec_kind. A block of group 1, "mamba", is the state after the tokens of its hash. A
+request reuses a prefix up to the last block that is in group 1 and, with all blocks before it, in group 0. A first
+batch has an event of group 1 even if no state is cached.
 """
 
 from __future__ import annotations
@@ -37,12 +42,13 @@ MEDIA = {DEVICE: "GPU", HOST: "CPU"}
 
 
 class BlockEvent(NamedTuple):
-    """A block that a tier stored, with the key of the block before it, or dropped."""
+    """A block that a tier stored, with the hash of the block before it, or dropped. group: 1 for states."""
 
     level: int
     key: bytes
     parent: bytes | None
     stored: bool
+    group: int = 0
 
 
 class KVEventLog:
@@ -62,8 +68,11 @@ class KVEventLog:
             "num_host_blocks": memory.host.pool.num_blocks if memory.host is not None else 0,
         }
         self._readers: list[asyncio.Queue[str]] = []
-        # For each tier, the key of the block before each block that it has.
-        self._blocks: dict[int, dict[bytes, bytes | None]] = {DEVICE: {}, HOST: {}}
+        attention = "full_attention" if engine.model.latent is None else "mla_attention"
+        self._kinds = () if memory.states is None else (attention, "mamba")
+        # For each tier and group, the hash of the block before each block that it has.
+        self._blocks: dict[tuple[int, int], dict[bytes, bytes | None]]
+        self._blocks = {(level, group): {} for level in MEDIA for group in range(len(self._kinds) or 1)}
 
     def add(self, changes: Iterable[BlockEvent | None]) -> None:
         """Adds a batch."""
@@ -72,15 +81,17 @@ class KVEventLog:
             if change is None:
                 for blocks in self._blocks.values():
                     blocks.clear()
-                events.append({"type": "AllBlocksCleared"})
-            elif change.stored:
-                self._blocks[change.level][change.key] = change.parent
-                self._add_stored(events, change.level, change.key, change.parent)
+                events += self._everything()
+                continue
+            place = change.level, change.group
+            if change.stored:
+                self._blocks[place][change.key] = change.parent
+                self._add_stored(events, place, change.key, change.parent)
             else:
-                del self._blocks[change.level][change.key]
-                medium = MEDIA[change.level]
-                if not (events and events[-1]["type"] == "BlockRemoved" and events[-1]["medium"] == medium):
-                    events.append({"type": "BlockRemoved", "block_hashes": [], "medium": medium})
+                del self._blocks[place][change.key]
+                event = {"type": "BlockRemoved", **self._names(place)}
+                if not (events and events[-1].items() >= event.items()):
+                    events.append({**event, "block_hashes": []})
                 events[-1]["block_hashes"].append(change.key.hex())
         for reader in self._readers:
             if not reader.full():
@@ -88,17 +99,26 @@ class KVEventLog:
                 continue
             while not reader.empty():
                 reader.get_nowait()
-            reader.put_nowait(self._everything())
+            reader.put_nowait(_encoded(self._everything()))
 
-    def _add_stored(self, events: list[dict[str, Any]], level: int, key: bytes, parent: bytes | None) -> None:
+    def _names(self, place: tuple[int, int]) -> dict[str, Any]:
+        """Returns the fields that tell a tier and a group."""
+        level, group = place
+        return {"medium": MEDIA[level], **({"group_idx": group} if self._kinds else {})}
+
+    def _add_stored(
+        self, events: list[dict[str, Any]], place: tuple[int, int], key: bytes, parent: bytes | None
+    ) -> None:
         """Adds a stored block to the last event, if it continues its chain, or as an event of its own."""
-        medium, before = MEDIA[level], None if parent is None else parent.hex()
-        last = events[-1] if events else {}
-        if last.get("type") == "BlockStored" and last["medium"] == medium and last["block_hashes"][-1] == before:
-            last["block_hashes"].append(key.hex())
-            return
-        place = {"parent_block_hash": before, "block_size": self._block_size, "medium": medium}
-        events.append({"type": "BlockStored", "block_hashes": [key.hex()], **place})
+        before, event = None if parent is None else parent.hex(), self._stored(place)
+        if not (events and events[-1].items() >= event.items() and events[-1]["block_hashes"][-1:] == [before]):
+            events.append({**event, "block_hashes": [], "parent_block_hash": before})
+        events[-1]["block_hashes"].append(key.hex())
+
+    def _stored(self, place: tuple[int, int]) -> dict[str, Any]:
+        """Returns a BlockStored without blocks."""
+        kind = {"kv_cache_spec_kind": self._kinds[place[1]]} if self._kinds else {}
+        return {"type": "BlockStored", "block_size": self._block_size, **self._names(place), **kind}
 
     async def stream(self, has_ended: Callable[[], bool], ping_s: float) -> AsyncIterator[str]:
         """Yields server-sent events.
@@ -109,7 +129,7 @@ class KVEventLog:
         """
         yield f"event: cache\ndata: {json.dumps(self._cache)}\n\n"
         yielded_s, reader = time.monotonic(), asyncio.Queue(KEPT)
-        reader.put_nowait(self._everything())
+        reader.put_nowait(_encoded(self._everything()))
         self._readers.append(reader)
         try:
             while not has_ended():
@@ -124,13 +144,15 @@ class KVEventLog:
             self._readers.remove(reader)
         yield DONE
 
-    def _everything(self) -> str:
-        """Returns all blocks as one batch."""
+    def _everything(self) -> list[dict[str, Any]]:
+        """Returns the events of all blocks, as a batch begins with them."""
         events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
-        for level, blocks in self._blocks.items():
+        if self._kinds:
+            events.append({**self._stored((DEVICE, 1)), "block_hashes": [], "parent_block_hash": None})
+        for place, blocks in self._blocks.items():
             for key, parent in blocks.items():
-                self._add_stored(events, level, key, parent)
-        return _encoded(events)
+                self._add_stored(events, place, key, parent)
+        return events
 
 
 def _encoded(events: list[dict[str, Any]]) -> str:
@@ -147,26 +169,53 @@ class Listener:
     def __init__(self, log: KVEventLog, loop: asyncio.AbstractEventLoop):
         self._log, self._loop = log, loop
         self._changes: list[BlockEvent | None] = []  # None: all blocks were dropped
+        self._hashes: dict[bytes, bytes] = {}  # of cached states, by their keys
+        self._state_group = -1
 
     def attach(self, engine: Engine) -> None:
         """Reports all blocks that the engine caches now, and every later change; call it on the engine's thread."""
-        memory = engine.memory
-        for tier in (memory.device, memory.host):
+        memory, self._index = engine.memory, engine.memory.index
+        tiers = [memory.device, memory.host]
+        if memory.states is not None:
+            self._state_group = memory.states.group
+            tiers += [memory.states, memory.states.host]
+        for tier in tiers:
             if tier is not None:
                 for node in tier.node_of.values():
                     self.stored(node, tier.level)
         self.hand_over()
         memory.listeners.append(self)
+        memory.state_listeners.append(self)
         engine.observers.append(self.hand_over)
 
     def stored(self, node: Node, level: int) -> None:
         """See `kv.tier.CacheListener`."""
         assert node.parent is not None
-        self._changes.append(BlockEvent(level, node.key, node.parent.key if node.depth else None, True))
+        parent, key, group = node.parent.key, node.key, 0
+        if node.group == self._state_group:
+            parent, group = self._hash_of(node.parent), 1
+            key = self._hashes[node.key] = self._index.link(parent, node.tokens, node.depth).key
+        self._changes.append(BlockEvent(level, key, parent if node.depth else None, True, group))
+
+    def _hash_of(self, node: Node) -> bytes:
+        """Returns the key that a node of states has in group 0: that of its tokens and those before them."""
+        blocks, at = [], node
+        while at.parent is not None and at.key not in self._hashes:
+            blocks.append(at)
+            at = at.parent
+        key = self._hashes[at.key] if at.parent is not None else self._index.root(at.tokens.decode()).key
+        for block in reversed(blocks):
+            key = self._index.link(key, block.tokens, block.depth).key
+        return key
 
     def dropped(self, node: Node, level: int) -> None:
         """See `kv.tier.CacheListener`."""
-        self._changes.append(BlockEvent(level, node.key, None, False))
+        key, group = node.key, 0
+        if node.group == self._state_group:
+            key, group = self._hashes[node.key], 1
+            if not node.is_stored:
+                del self._hashes[node.key]
+        self._changes.append(BlockEvent(level, key, None, False, group))
 
     def used(self, node: Node) -> None:
         """See `kv.tier.CacheListener`. Routers do not ask."""
@@ -174,6 +223,7 @@ class Listener:
     def cleared(self) -> None:
         """See `kv.tier.CacheListener`. A step has failed, and no observer will hear of it."""
         self._changes = [None]
+        self._hashes.clear()
         self.hand_over()
 
     def hand_over(self, engine: Engine | None = None) -> None:
@@ -191,8 +241,6 @@ def refusal(engine: Engine) -> str:
         return "the prefix cache is off (enable_prefix_caching)"
     if len(memory.layout.groups) > 1:
         return f"the layers form {len(memory.layout.groups)} groups, each with blocks of its own"
-    if memory.states is not None:
-        return "the model has recurrent layers, and a cached block is of no use where no state is cached"
     if memory.index.scope.full_until < engine.max_model_len:
         return "the attention pattern hides parts of a text"
     return ""

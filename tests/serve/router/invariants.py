@@ -49,7 +49,7 @@ def check_ledger(ledger):
 
 def check_index(index):
     """The bits match the servers' blocks, and no server has more expected blocks than fit."""
-    bits, slow = {}, {}
+    bits, slow, states, recurrent = {}, {}, {}, 0
     for server, cache in enumerate(index._caches):
         assert not cache.expected.keys() & cache.stored.keys(), "a block is both expected and stored"
         assert all(cache.stored.values()), "a stored block is on no medium"
@@ -60,8 +60,13 @@ def check_index(index):
             bits[found] = bits.get(found, 0) | 1 << server
         for found in (found for found, media in cache.stored.items() if DEVICE not in media):
             slow[found] = slow.get(found, 0) | 1 << server
+        assert all(cache.states.values()), "a state is on no medium"
+        for found in cache.states:
+            states[found] = states.get(found, 0) | 1 << server
+        recurrent |= (cache.state_group is not None) << server
     assert slow == index._slow
     assert bits == index._holders
+    assert states == index._states and recurrent == index._recurrent
 
 
 def check_table(table):

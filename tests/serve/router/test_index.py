@@ -103,6 +103,45 @@ def test_a_server_that_tells_everything_again_has_nothing_else():
     check_index(made)
 
 
+def states(hashes, medium="GPU"):
+    return BlockStored(hashes, medium=medium, group_idx=1, kv_cache_spec_kind="mamba")
+
+
+def test_a_server_with_recurrent_layers_continues_at_a_state():
+    made, abcd = index(), names("abcd")
+    made.apply(0, [states([]), BlockStored(abcd, group_idx=0)])
+    made.apply(1, [BlockStored(abcd)])
+    assert blocks(made, "abcd") == [0, 4, 0]
+    made.apply(0, [states(abcd[1:2]), states(abcd[1:3], medium="CPU")])
+    assert blocks(made, "abcd") == [3, 4, 0]
+    made.apply(0, [BlockRemoved(abcd[1:3], medium="CPU", group_idx=1)])
+    assert blocks(made, "abcd") == [2, 4, 0]  # that state is still on the device, and so is every block
+    made.apply(0, [AllBlocksCleared(), BlockStored(abcd)])  # another server may have its number
+    assert blocks(made, "abcd") == [4, 4, 0]
+    check_index(made)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    told=st.lists(st.tuples(st.integers(0, 11), st.text("ab", max_size=20), st.sets(st.integers(0, 19))), max_size=30),
+    text=st.text("ab", max_size=20),
+)
+def test_a_match_with_states_is_that_of_a_search_block_by_block(told, text):
+    made, have = index(12), [(set(), set()) for _ in range(12)]
+    for server, prompt, depths in [*((server, "", ()) for server in range(6)), *told]:
+        chosen = [name for depth, name in enumerate(names(prompt)) if depth in depths or server >= 6]
+        made.apply(server, [BlockStored(names(prompt), group_idx=0), *([states(chosen)] if server < 6 else [])])
+        have[server][0].update(names(prompt))
+        have[server][1].update(chosen)
+    for asked in (text, *(prompt + "ab" for _, prompt, _ in told)):
+        hashes, expected = names(asked), []
+        for keys, after in have:
+            found = [at for at, name in enumerate(hashes, 1) if name in after and keys.issuperset(hashes[:at])]
+            expected.append(max(found, default=0))
+        assert blocks(made, asked, 12) == expected == [made.num_matched(n, hashes) for n in range(12)]
+    check_index(made)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     sent=st.lists(st.tuples(st.integers(0, 11), st.text("ab", max_size=40), st.floats(0, 30)), max_size=30),

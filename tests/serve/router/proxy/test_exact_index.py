@@ -15,7 +15,7 @@ import pytest
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.tier import DEVICE, HOST
-from ksana_jax.serve.router import Router, RouterSettings
+from ksana_jax.serve.router import Router, RouterSettings, hashes_of
 from ksana_jax.serve.router.proxy.app import Proxy, running
 from ksana_jax.serve.router.proxy.fleet import Fleet
 from ksana_jax.serve.router.proxy.following import EventFollower, read_event
@@ -26,6 +26,7 @@ from ksana_jax.serve.server.sse import DONE, PING
 from tests.engine import small
 from tests.engine import test_lora as lora
 from tests.fakes import make_engine
+from tests.golden.cases import golden_case
 from tests.serve.router.invariants import check_fleet, check_index
 from tests.serve.router.proxy.test_proxy import until
 from tests.serve.server.serving import make_llm, serving
@@ -218,6 +219,34 @@ def test_a_reader_that_leaves_ends_its_stream(monkeypatch):
         assert b"200 OK" in reader.recv(64)
         reader.close()
         assert closed.wait(10)
+
+
+def cached_states(memory) -> set[bytes]:
+    def text(node):
+        return text(node.parent) + node.tokens if node.depth >= 0 else b""
+
+    texts = [np.frombuffer(text(node), np.int32) for node in memory.states.node_of.values()]
+    return {hashes_of(ids, memory.block_size, "", memory.index.scope.model)[-1] for ids in texts}
+
+
+async def test_a_server_with_recurrent_layers_tells_blocks_and_states():
+    few = {"num_blocks": 30, "block_size": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "max_num_seqs": 2}
+    few |= {"enable_prefix_caching": True, "state_snapshots": {"method": "every", "blocks": 2, "num_slots": 6}}
+    llm = small.make_llm(folder=golden_case("kimi_linear-delta-latent-experts").model_dir, **few)
+    with serving(AsyncLLM.around(llm)) as one:
+        memory, dice = one.llm.engine.memory, np.random.default_rng(1)
+        async with proxy_before(one) as (fleet, follower, url, client):
+            states, found = fleet.router.index._states, []
+            await until(lambda: follower.num_batches)
+            for number in range(24):
+                await until(lambda: known(fleet, one) == cached(one) and states.keys() == cached_states(memory))
+                before = fleet.router.counts.expected_tokens
+                body = {"prompt": [2 + number % 3] * int(dice.integers(9, 40)), "max_tokens": 2}
+                async with client.post(url + "/v1/completions", json=body) as got:
+                    found.append((await got.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+                assert fleet.router.counts.expected_tokens - before == found[-1]
+            assert max(found) >= 16 and memory.counters.replaced_states > 10
+    assert KVEventLog(llm.engine)._kinds == ("mla_attention", "mamba")
 
 
 async def test_prefixes_of_an_adapter_are_expected_where_requests_with_it_went():
