@@ -13,7 +13,8 @@ from pallas_kernels import latent8
 from pallas_kernels import work as work_list
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 from pallas_kernels.hopper.common import ROWS, numbers_of
-from pallas_kernels.hopper.latent_kernel import GROUP, LatentConfig, attend_segments
+from pallas_kernels.hopper.latent_kernel import attend_segments
+from pallas_kernels.hopper.latent_warpgroup import GROUP, LatentConfig
 from pallas_kernels.hopper.merge import merge_segments, whole_rows
 from pallas_kernels.hopper.schedule import NUM_PROCESSORS
 from pallas_kernels.hopper.tiles import Tiles, where_queried
@@ -59,7 +60,9 @@ def _tiles(call: Call) -> tuple[Tiles, int]:
 
 def _check_codes(call: Call) -> None:
     """Raises NotImplementedError if the kernel does not read a pool's codes and rotated numbers."""
+    call.pool.check_scales()
     (kv, scales, *_, rotated), q = call.pool, call.q.dtype
+    assert scales is not None and rotated is not None
     found = kv.dtype, kv.shape[5], scales.shape[5] * GROUP, rotated.dtype, rotated.shape[5]
     if found != (jnp.int8, NUM_CODES, NUM_CODES, jnp.bfloat16, ROWS):
         raise NotImplementedError(
@@ -100,7 +103,6 @@ def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
     tiles, parts = _tiles(call)
     codes = call.pool.rotated is not None
     if codes:
-        call.pool.check_scales()
         call = call.replace(q=latent8.rotated_first(call.q, ROWS))
     if work is None:
         work = schedule(call, tuning=tuning)

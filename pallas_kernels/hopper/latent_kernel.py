@@ -16,7 +16,8 @@ left part before it hands over the weights.
 
 Latents in 8 bits come as codes, scales and rotated numbers into two buffers of 42 KB. Each warpgroup multiplies its
 codes by their scales and writes the products, rounded once to bfloat16, to one tile that the wgmmas read; rotated
-numbers are read where they came. The second one widens a piece while the first one scores right channels or attends.
+numbers are read where they came. That rounding, at most 2^-9 of a number, is small next to a code's, 1/254 of the
+largest one of 128; scales of scores and weights instead would need four matrices of weights.
 
 Source: multi-head latent attention in its absorbed form, DeepSeek-V2, arXiv:2405.04434, section 2.1; the split of the
 output's columns over two warpgroups, and 8 bits that become bfloat16 in shared memory, FlashMLA.
@@ -24,9 +25,8 @@ output's columns over two warpgroups, and 8 bits that become bfloat16 in shared 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -36,162 +36,22 @@ from jax import lax
 
 from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode_mask as mask
-from pallas_kernels.hopper import quantised as narrow
 from pallas_kernels.hopper import transposed
-from pallas_kernels.hopper.common import LOG2E, ROWS, Config, fetch_rows, int32, launch, layout, store
-from pallas_kernels.hopper.decode_warpgroup import Ahead, Place, Stored, Warpgroup, store_segment
+from pallas_kernels.hopper.common import LOG2E, ROWS, int32, launch, layout, store
+from pallas_kernels.hopper.decode_warpgroup import Place, Stored, store_segment
+from pallas_kernels.hopper.latent_warpgroup import (
+    FADE,
+    OTHER,
+    SCORER,
+    STAGES,
+    TOTAL,
+    WIDEST,
+    LatentConfig,
+    Latents,
+    Refs,
+)
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import DIRTY, MASK, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
-
-STAGES = 2
-SCORER, OTHER = range(2)
-# Columns of the largest wgmma.
-WIDEST = 256
-# Codes of a latent that share a scale.
-GROUP = 128
-# Numbers of each row that go to the second warpgroup, see `Latents.row_numbers`.
-FADE, TOTAL = range(2)
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentConfig(Config):
-    """The configuration that the kernel is compiled for. parts: blocks of threads, of 64 rows, for each stretch."""
-
-    sides: int = 1
-    parts: int = 1
-
-    @property
-    def rotated(self) -> int:
-        """Channels that a latent of codes has next to them: its first ones."""
-        return ROWS if self.codes else 0
-
-    @property
-    def left(self) -> int:
-        """Channels of the second warpgroup: the first ones of a latent."""
-        return self.head_dim - self.right
-
-    @property
-    def right(self) -> int:
-        """Channels of the first warpgroup, which also scores: the fewer, in whole tiles of shared memory."""
-        return self.head_dim // 2 // ROWS * ROWS
-
-
-class Refs(NamedTuple):
-    """Arrays of the kernel, in its order: inputs, outputs, scratch.
-
-    _g: in global memory. _s: in shared memory. left_s, right_s: [stages, 64, channels] as stored. p_s: weights. rows_s:
-    numbers of each row for the second warpgroup, not with codes. Only with codes: scales_s [stages, 64, groups],
-    rotated_s [stages, 64, channels], and wide_left_s, wide_right_s [1, 64, channels] for what codes stand for. _bar:
-    barriers at which copies arrive. handed, taken: where the first warpgroup arrives once p_s and numbers of rows are
-    written, and the second one once they may be overwritten. widened: where the second one arrives once wide_left_s is
-    written.
-    """
-
-    q_g: Any
-    pool_g: Any
-    scales_g: Any
-    rotated_g: Any
-    units_g: Any
-    starts_g: Any
-    care_g: Any
-    positions_g: Any
-    newest_g: Any
-    segments_g: Any
-    first_g: Any
-    of_pair_g: Any
-    numbers_g: Any
-    partial_g: Any
-    partial_lse_g: Any
-    out_g: Any
-    lse_g: Any
-    q_s: Any
-    left_s: Any
-    right_s: Any
-    scales_s: Any
-    rotated_s: Any
-    wide_left_s: Any
-    wide_right_s: Any
-    p_s: Any
-    rows_s: Any
-    q_bar: Any
-    left_bar: Any
-    right_bar: Any
-    handed: Any
-    taken: Any
-    widened: Any
-    partial_s: None = None  # results go from registers to global memory
-    out_s: None = None
-
-
-class Latents(Warpgroup):
-    """A warpgroup of the kernel; group is known when it is traced."""
-
-    refs: Refs
-    config: LatentConfig
-
-    @property
-    def part(self):
-        """Part of the query heads that this block of threads attends."""
-        return lax.rem(lax.axis_index("index"), int32(self.config.parts))
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Widths of the matrices of this warpgroup's columns of the output."""
-        config = self.config
-        widths = (config.right,) if self.group == SCORER else (config.rotated, config.left - config.rotated)
-        return tuple(min(WIDEST, width - i) for width in widths for i in range(0, width, WIDEST))
-
-    @property
-    def stored_s(self):
-        return self.refs.right_s if self.group == SCORER else self.refs.left_s
-
-    def row_numbers(self, stage, which: int):
-        """Place of FADE or TOTAL of each row. With codes, 1 KB more would not fit: it is where scales of the piece
-        were."""
-        return self.refs.scales_s.at[stage, :, which] if self.quantised else self.refs.rows_s.at[which]
-
-    def operands(self, at: Place, group: int) -> tuple[Any, ...]:
-        """Channels [64, width] of a piece in the products, those of one warpgroup."""
-        refs, scores = self.refs, group == SCORER
-        if not self.quantised:
-            return ((refs.right_s if scores else refs.left_s).at[at.stage],)
-        return (
-            (refs.wide_right_s.at[at.zero],) if scores else (refs.rotated_s.at[at.stage], refs.wide_left_s.at[at.zero])
-        )
-
-    def fetch_part(self, ahead: Ahead, stage) -> None:
-        """Requests this warpgroup's channels of a piece; the second one requests scales for both."""
-        config, refs, scores = self.config, self.refs, self.group == SCORER
-        arrives = (refs.right_bar if scores else refs.left_bar).at[stage]
-        copies = [(refs.pool_g, config.left - config.rotated if scores else 0, self.stored_s)]
-        if self.quantised and not scores:
-            copies += [(refs.rotated_g, 0, refs.rotated_s), (refs.scales_g, 0, refs.scales_s)]
-        for i, unit in enumerate(ahead.keys):
-            slots = pl.ds(i * config.unit, config.unit)
-            for from_g, start, to_s in copies:
-                channels = from_g.at[unit, :, pl.ds(start, to_s.shape[2])]
-                plgpu.copy_gmem_to_smem(channels, to_s.at[stage, slots], arrives)
-
-    def wait_and_widen(self, stage) -> None:
-        """Writes what this warpgroup's codes of a piece stand for, once they have come. All of its warps have
-        multiplied the piece before, and the first one has scored it."""
-        config, refs, scores = self.config, self.refs, self.group == SCORER
-        plgpu.barrier_wait(refs.left_bar.at[stage])  # the scales too
-        if scores:
-            plgpu.barrier_wait(refs.right_bar.at[stage])
-        to_s, start = (refs.wide_right_s, config.left - config.rotated) if scores else (refs.wide_left_s, 0)
-        for i in range(0, to_s.shape[2], GROUP):
-            columns = pl.ds(i, GROUP)
-            codes = narrow.widened(self.stored_s[stage, :, columns], config.dtype, self.plain).astype(jnp.float32)
-            scales = refs.scales_s[stage, :, (start + i) // GROUP]
-            to_s[0, :, columns] = (codes * lax.broadcast_in_dim(scales, codes.shape, [0])).astype(config.dtype)
-        plgpu.commit_smem()
-        if not scores:
-            plgpu.barrier_arrive(refs.widened)
-
-    def fetch_queries(self, segment) -> None:
-        index = self.pair(segment) * self.config.parts + self.part
-        fetch_rows(self.refs.q_g, index, self.refs.q_s.at[0, pl.ds(0, self.config.rows)], self.refs.q_bar)
 
 
 def _attend_stretch(*refs, config: LatentConfig, plain: bool) -> None:
@@ -254,7 +114,8 @@ def _attend_segment(warpgroup: Latents, segment, carry):
     acc, rows, *carry = lax.fori_loop(0, count, attend_piece, (acc, rows, *carry))
     if scores:
         pl.when(segment + 1 < warpgroup.until)(lambda: warpgroup.fetch_queries(segment + 1))
-    store_segment(warpgroup, segment, *rows, None, functools.partial(_store, warpgroup, acc))
+    top, total = rows
+    store_segment(warpgroup, segment, top, total, None, functools.partial(_store, warpgroup, acc))
     return tuple(carry)
 
 
@@ -372,7 +233,7 @@ def attend_segments(q, positions, pool: Pool, work: Work, numbers, config: Laten
 
     Args:
       q: [S*parts, rows, H], or with fewer rows (`Tiles.pack_queries`). positions: [S, 64] of the rows.
-      pool: of latents; where they are codes, q and results have the rotated numbers before the others.
+      pool: of latents; where they are codes, q and results have rotated numbers before the others.
       numbers: from `numbers_of`.
       out_type: shape [S*parts, R, H] and dtype of the result, R <= rows.
 

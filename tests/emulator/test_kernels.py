@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import reference
 from pallas_kernels.arguments import LATENTS, LATENTS_8_BITS, SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Kernel
-from pallas_kernels.hopper import latent_kernel
+from pallas_kernels.hopper import latent_kernel, latent_warpgroup
 from pallas_kernels.hopper.mass import probability_mass
 from pallas_kernels.hopper.merge import merge_segments
 from pallas_kernels.hopper.schedule import Tuning
@@ -108,7 +108,7 @@ def test_attention_to_latents(spec):
 def test_weights_of_latents_that_the_second_warpgroup_does_not_wait_for_are_found(monkeypatch):
     def take_early(warpgroup, stage, top):
         plgpu.barrier_wait(warpgroup.refs.left_bar.at[stage])
-        fade, total = (warpgroup.row_numbers(stage, i)[...] for i in (latent_kernel.FADE, latent_kernel.TOTAL))
+        fade, total = (warpgroup.row_numbers(stage, i)[...] for i in (latent_warpgroup.FADE, latent_warpgroup.TOTAL))
         return fade, (top, total)
 
     monkeypatch.setattr(latent_kernel, "_take_rows", take_early)

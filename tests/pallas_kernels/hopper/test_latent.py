@@ -26,15 +26,16 @@ def test_latents_equal_the_reference_without_races(spec):
 @several_warpgroups
 def test_latents_in_8_bits_equal_their_definition_in_float64_up_to_one_rounding():
     call, spec = make(CODES[0]), CODES[0]
+    kv, scales, *_, rotated = call.pool
+    assert scales is not None and rotated is not None
     with interpreting():
         out, lse, _ = KERNEL.tuned(num_workers=3)(call)
     for row, (length, _) in enumerate(spec.rows):
         blocks = np.asarray(call.tables)[row]
-        kv, scales, rotated = (
-            np.float64(x[blocks, spec.layer, 0, 0]).reshape(-1, x.shape[-1])[:length]
-            for x in (call.pool.kv, call.pool.scales, call.pool.rotated)
+        codes, steps, r = (
+            np.float64(x[blocks, spec.layer, 0, 0]).reshape(-1, x.shape[-1])[:length] for x in (kv, scales, rotated)
         )
-        c, r = kv * np.repeat(scales, 128, axis=1), rotated
+        c = codes * np.repeat(steps, 128, axis=1)
         k = np.concatenate([r[:, :32], c[:, :256], r[:, 32:], c[:, 256:]], axis=1)
         q = np.float64(call.q[row, 0])
         s = q @ k.T
@@ -62,6 +63,7 @@ def test_what_the_kernel_lacks_is_named():
         assert message in (KERNEL.unsupported(make(dataclasses.replace(SPECS[0], **changes))) or "")
     call = make(CODES[0])
     kv, scales, *_, rotated = call.pool
+    assert scales is not None and rotated is not None
     for pool, q, message in (
         (call.pool, call.q.astype("float16"), "queries in float16; with latents in 8 bits this kernel takes bfloat16"),
         (
