@@ -195,8 +195,7 @@ def pool_of(cache: KVCache) -> contract.Pool:
 
 def _with_pool(cache: KVCache, pool: contract.Pool) -> KVCache:
     scales = {} if pool.scales is None else {"scale": pool.scales}
-    leaves = cache.leaves | {"kv": pool.kv} | scales
-    return cache.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
+    return cache.with_leaves(cache.leaves | {"kv": pool.kv} | scales)
 
 
 def kernel_pattern(pattern: PatternArrays) -> Pattern:
