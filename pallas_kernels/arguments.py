@@ -38,7 +38,7 @@ class Spec:
     evict_every: every n-th block of a row is missing from its table, except the first and those with queries;
       0 for none.
     slack: entries of the table beyond the longest row.
-    sides: of the pool; 1 for keys and values at once.
+    sides: of the pool; 1 for keys and values at once, of which codes in int8 have 64 rotated numbers next to them.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -135,14 +135,14 @@ def make(spec: Spec) -> Call:
     query = (spec.num_heads, spec.head_dim)
     scale = 2 * spec.head_dim**-0.5
     q = normal(*positions.shape, *query, scale=scale)
-    kv, scales = _pool(rng, spec, readable)
+    pool = Pool(*_pool(rng, spec, readable))
     q_sink = normal(*positions.shape, spec.sink_queries, *query, scale=scale) if spec.sink_queries else None
     sinks = rng.standard_normal(spec.num_heads, np.float32) if spec.sink_logits else None
     angles = np.arange(tables.shape[1] * spec.block_size)[:, None] * 0.9 ** np.arange(spec.head_dim // 2)
     key_rope = (np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32)) if spec.key_rope else None
     call = Call(
         q,
-        Pool(kv, scales if spec.codes else None),
+        pool,
         tables,
         starts,
         positions,
@@ -155,10 +155,12 @@ def make(spec: Spec) -> Call:
 
 
 def _pool(rng: np.random.Generator, spec: Spec, readable: np.ndarray):
-    """Makes a pool, with scales if it has codes; numbers where readable [M, B], else NaN."""
+    """Makes the leaves of a pool, with scales if it has codes; numbers where readable [M, B], else NaN."""
     shape = (len(readable), spec.num_layers, spec.sides, spec.num_kv_heads, spec.block_size, spec.head_dim)
     if spec.codes == "int4":
         return _four_bits(rng.standard_normal(shape, np.float32), readable)
+    if spec.codes and spec.sides == 1:
+        return _latents(rng, shape, readable)
     pool, scales = np.empty(shape, jnp.dtype(spec.codes or spec.dtype)), np.empty(shape[:-1], np.float32)
     for block, block_scales, mask in zip(pool, scales, readable):
         if spec.codes:
@@ -168,7 +170,20 @@ def _pool(rng: np.random.Generator, spec: Spec, readable: np.ndarray):
             block[...] = rng.standard_normal(block.shape, np.float32)
         if spec.codes != "int8":
             block[..., ~mask, :] = np.nan
-    return pool, scales
+    return pool, scales if spec.codes else None
+
+
+def _latents(rng: np.random.Generator, shape: tuple[int, ...], readable: np.ndarray):
+    """Draws latents in 8 bits. Scales of a latent's groups of 128 codes are up to 4 times larger or smaller."""
+    *vectors, head_dim = shape
+    x = rng.standard_normal((*vectors, (head_dim - 64) // 128, 128), np.float32)
+    scales = np.abs(x).max(axis=-1) / 127
+    codes = (x / scales[..., None]).round().astype(np.int8).reshape(*vectors, -1)
+    scales *= 2 ** rng.uniform(-2, 2, scales.shape).astype(np.float32)
+    rotated = rng.standard_normal((*vectors, 64), np.float32).astype(jnp.bfloat16)
+    for part in (scales, rotated):
+        part[np.broadcast_to(~readable[:, None, None, None], part.shape[:-1])] = np.nan
+    return codes, scales, None, None, rotated
 
 
 def _quantised(rng: np.random.Generator, block: np.ndarray):
@@ -232,6 +247,15 @@ LATENTS = _each(
     dict(rows=((150, 1),), num_heads=16, head_dim=192, block_size=16, pattern=WINDOW),
     dict(num_heads=16, head_dim=576),
     dict(num_heads=128, head_dim=576),
+)
+
+# DeepSeek's latents in 8 bits.
+LATENTS_8_BITS = _each(
+    dict(num_kv_heads=1, head_dim=576, sides=1, codes="int8", block_size=64, return_lse=True, seed=70),
+    dict(rows=((150, 1), (40, 1))),
+    dict(rows=((130, 1), (0, 0), (16, 1)), num_heads=128, block_size=16),
+    dict(rows=((75, 9), (1, 1)), q_tile=4, num_heads=16, pattern=SINKS, evict_every=3, block_size=32),
+    dict(rows=((600, 1),), num_heads=128, block_size=128),
 )
 
 # Lengths at, before and after the edges of blocks and of pieces of 64 and 128 tokens.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import int4
+from pallas_kernels import int4, latent8
 from pallas_kernels.contract import Call, Kernel, Pool, Result
 from pallas_kernels.patterns import Pattern
 
@@ -103,10 +103,12 @@ def _gather(call: Call, tile):
     seen = pattern.visible(position[:, None], kv_pos)
     blocks = pool.kv[table, call.layer].astype(jnp.float32)  # [P, 2 or 1, K, B, H]
     if pool.scales is not None:
-        scales = pool.scales[table, call.layer]
-        int4_codes = pool.kv.dtype == jnp.int4
-        blocks = int4.dequantise(pool.kv[table, call.layer], scales) if int4_codes else blocks * scales[..., None]
-    slots = blocks.transpose(1, 0, 3, 2, 4).reshape(-1, kv_pos.shape[0], pool.kv.shape[3], pool.kv.shape[5])
+        codes, scales = pool.kv[table, call.layer], pool.scales[table, call.layer]
+        if pool.rotated is not None:
+            blocks = latent8.dequantise(codes, scales, pool.rotated[table, call.layer])
+        else:
+            blocks = int4.dequantise(codes, scales) if codes.dtype == jnp.int4 else blocks * scales[..., None]
+    slots = blocks.transpose(1, 0, 3, 2, 4).reshape(-1, kv_pos.shape[0], *blocks.shape[2::2])
     # A weight of 0 does not silence a NaN in a slot that was never written.
     slots = jnp.where(seen.any(axis=0)[:, None, None], slots, 0.0)
     k, v = slots[0], slots[-1]

@@ -178,7 +178,7 @@ def decode_cases(block_size: int, tiny: bool) -> list[Case]:
 
 def latent_cases(tiny: bool) -> list[Case]:
     """Decode over DeepSeek's latents: 38 to 604 MB of them, with 16 and with 128 query heads."""
-    small = Case("16 heads, 2x100", (100,) * 2, 16, 16, 1, 128, rank=64, tiny=True)
+    small = Case("16 heads, 2x100", (100,) * 2, 16, 16, 1, 192, rank=128, tiny=True)
     if tiny:
         return [small, dataclasses.replace(small, name="128 heads, 2x100", num_heads=128)]
     return [

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.ops.kernels import CODES, FLOATS, Kernels, pool_of, unread_fields
+from ksana_jax.ops.kernels import CODES, FLOATS, LATENTS, Kernels, pool_of, unread_fields
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from pallas_kernels import contract
@@ -54,8 +54,8 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
 
 
 def _unread_codec(needs: Requirements) -> str | None:
-    if needs.codec not in (*FLOATS, *CODES):
-        return f"keys and values are stored as {needs.codec}; the kernels read {', '.join((*FLOATS, *CODES))}"
+    if needs.codec not in (read := (*FLOATS, *(CODES if needs.sides == 2 else LATENTS))):
+        return f"keys and values are stored as {needs.codec}; the kernels read {', '.join(read)}"
     stored = {"uint16": "bfloat16"}.get(needs.dtype, needs.dtype)  # its bits, in the pool of a CPU
     query_dtype = needs.query_dtype or stored
     if query_dtype != stored if needs.codec in FLOATS else query_dtype == "float32":

@@ -21,9 +21,9 @@ from pallas_kernels.patterns import Pattern
 
 PREFILL_ROWS = 128  # of the tiles of Hopper's prefill
 
-# Codecs whose leaves are a `contract.Pool`: numbers, or codes with scales.
-FLOATS, CODES = ("f32", "bf16", "f16"), ("int8", "fp8_e4m3")
-UNPACKED = (*FLOATS, *CODES, "latent8")
+# Codecs whose leaves are a `contract.Pool`: numbers, codes with scales, or of latents codes next to numbers.
+FLOATS, CODES, LATENTS = ("f32", "bf16", "f16"), ("int8", "fp8_e4m3"), ("latent8",)
+UNPACKED = (*FLOATS, *CODES, *LATENTS)
 
 assert SINK_POSITIONS == ("absolute", "cache", "ceiling")  # the kernels' `Pattern` counts in this order
 
@@ -57,9 +57,10 @@ class Kernels(NamedTuple):
         """Computes the work lists of a step, one per kernel call, which layers with one pattern share."""
         pattern, found = kernel_pattern(context.pattern), []
         for call in calls(context.batch, context.shape):
-            tiles, shape = (len(call.arrays[0]), call.tile), (num_heads, cache.kv.shape[-1])
+            rotated = cache.leaves["rotated"].shape[-1] if cache.codec in LATENTS else 0
+            tiles, shape = (len(call.arrays[0]), call.tile), (num_heads, cache.kv.shape[-1] + rotated)
             # Only the queries' shapes are read; kernels that take codes have queries in 16 bits.
-            dtype = jnp.bfloat16 if cache.codec in CODES else cache.kv.dtype
+            dtype = jnp.bfloat16 if cache.codec in (*CODES, *LATENTS) else cache.kv.dtype
             q = jax.ShapeDtypeStruct((*tiles, *shape), dtype)
             q_sink = jax.ShapeDtypeStruct((*tiles, context.num_repositioned_sinks, *shape), dtype)
             asked = _ask(call, context, pattern, cache, q, q_sink if context.num_repositioned_sinks else None)
@@ -194,8 +195,7 @@ def pool_of(cache: KVCache) -> contract.Pool:
 
 def _with_pool(cache: KVCache, pool: contract.Pool) -> KVCache:
     scales = {} if pool.scales is None else {"scale": pool.scales}
-    leaves = cache.leaves | {"kv": pool.kv} | scales
-    return cache.replace(leaves=leaves)  # pyright: ignore[reportAttributeAccessIssue]
+    return cache.with_leaves(cache.leaves | {"kv": pool.kv} | scales)
 
 
 def kernel_pattern(pattern: PatternArrays) -> Pattern:

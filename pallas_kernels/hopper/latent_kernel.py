@@ -7,22 +7,26 @@ registers hold those columns of the output:
 
     TMA, one box per unit and part   [64, right], [64, left] into one of 2 buffers each, 147 KB for 576 channels
     first warpgroup                  wgmma 64 x 64 x right, then left: scores; mask; online softmax in base 2;
-                                     weights and the factor of earlier sums go to shared memory
+                                     weights, the factor of earlier sums and their total go to shared memory
     both                             wgmma 64 x part x 64: weights times their own part, added in place
 
 So scores are computed once, and the second warpgroup multiplies while the first one scores the next piece. Each
 warpgroup requests its part of the piece after the next as soon as it has multiplied: the first one has read the
 left part before it hands over the weights.
 
+Latents in 8 bits come as codes, scales and rotated numbers into two buffers of 42 KB. Each warpgroup multiplies its
+codes by their scales and writes the products, rounded once to bfloat16, to one tile that the wgmmas read; rotated
+numbers are read where they came. That rounding, at most 2^-9 of a number, is small next to a code's, 1/254 of the
+largest one of 128; scales of scores and weights instead would need four matrices of weights.
+
 Source: multi-head latent attention in its absorbed form, DeepSeek-V2, arXiv:2405.04434, section 2.1; the split of the
-output's columns over two warpgroups, FlashMLA.
+output's columns over two warpgroups, and 8 bits that become bfloat16 in shared memory, FlashMLA.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -30,110 +34,24 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.contract import Pool
 from pallas_kernels.hopper import decode_mask as mask
 from pallas_kernels.hopper import transposed
-from pallas_kernels.hopper.common import LOG2E, ROWS, Config, fetch_rows, int32, launch, layout, store
-from pallas_kernels.hopper.decode_warpgroup import Ahead, Place, Stored, Warpgroup, store_segment
+from pallas_kernels.hopper.common import LOG2E, ROWS, int32, launch, layout, store
+from pallas_kernels.hopper.decode_warpgroup import Place, Stored, store_segment
+from pallas_kernels.hopper.latent_warpgroup import (
+    FADE,
+    OTHER,
+    SCORER,
+    STAGES,
+    TOTAL,
+    WIDEST,
+    LatentConfig,
+    Latents,
+    Refs,
+)
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.work import DIRTY, MASK, NUM_PIECES, PIECE, TILE, TILE_KV, Work, unit_tokens
-
-STAGES = 2
-SCORER, OTHER = range(2)
-# Columns of the largest wgmma.
-WIDEST = 256
-# Rows of `Refs.rows_s`.
-FADE, TOP, TOTAL = range(3)
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentConfig(Config):
-    """The configuration that the kernel is compiled for. parts: blocks of threads, of 64 rows, for each stretch."""
-
-    sides: int = 1
-    parts: int = 1
-
-    @property
-    def left(self) -> int:
-        """Channels of the second warpgroup: the first ones of a latent."""
-        return self.head_dim - self.right
-
-    @property
-    def right(self) -> int:
-        """Channels of the first warpgroup, which also scores: the fewer, in whole tiles of shared memory."""
-        return self.head_dim // 2 // ROWS * ROWS
-
-
-class Refs(NamedTuple):
-    """Arrays of the kernel, in its order: inputs, outputs, scratch.
-
-    _g: in global memory. _s: in shared memory. left_s, right_s: [stages, 64, channels]. p_s: weights. rows_s: numbers
-    of each row for the second warpgroup. _bar: barriers at which copies arrive. handed, taken: where the first
-    warpgroup arrives once p_s or rows_s are written, and the second one once they may be overwritten.
-    """
-
-    q_g: Any
-    pool_g: Any
-    units_g: Any
-    starts_g: Any
-    care_g: Any
-    positions_g: Any
-    newest_g: Any
-    segments_g: Any
-    first_g: Any
-    of_pair_g: Any
-    numbers_g: Any
-    partial_g: Any
-    partial_lse_g: Any
-    out_g: Any
-    lse_g: Any
-    q_s: Any
-    left_s: Any
-    right_s: Any
-    p_s: Any
-    rows_s: Any
-    q_bar: Any
-    left_bar: Any
-    right_bar: Any
-    handed: Any
-    taken: Any
-    partial_s: None = None  # results go from registers to global memory
-    out_s: None = None
-
-
-class Latents(Warpgroup):
-    """A warpgroup of the kernel; group is known when it is traced."""
-
-    refs: Refs
-    config: LatentConfig
-
-    @property
-    def part(self):
-        """Part of the query heads that this block of threads attends."""
-        return lax.rem(lax.axis_index("index"), int32(self.config.parts))
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Widths of the matrices of this warpgroup's columns of the output."""
-        width = self.config.right if self.group == SCORER else self.config.left
-        return tuple(min(WIDEST, width - i) for i in range(0, width, WIDEST))
-
-    @property
-    def values_s(self):
-        return self.refs.right_s if self.group == SCORER else self.refs.left_s
-
-    def fetch_part(self, ahead: Ahead, stage) -> None:
-        """Requests this warpgroup's channels of a piece."""
-        config, refs = self.config, self.refs
-        start, width = (config.left, config.right) if self.group == SCORER else (0, config.left)
-        arrives = (refs.right_bar if self.group == SCORER else refs.left_bar).at[stage]
-        for i, unit in enumerate(ahead.keys):
-            slots = pl.ds(i * config.unit, config.unit)
-            channels = refs.pool_g.at[unit, :, pl.ds(start, width)]
-            plgpu.copy_gmem_to_smem(channels, self.values_s.at[stage, slots], arrives)
-
-    def fetch_queries(self, segment) -> None:
-        index = self.pair(segment) * self.config.parts + self.part
-        fetch_rows(self.refs.q_g, index, self.refs.q_s.at[0, pl.ds(0, self.config.rows)], self.refs.q_bar)
 
 
 def _attend_stretch(*refs, config: LatentConfig, plain: bool) -> None:
@@ -176,14 +94,16 @@ def _attend_segment(warpgroup: Latents, segment, carry):
     if scores:
         plgpu.barrier_wait(refs.q_bar)
     acc = tuple(jnp.zeros((ROWS, width), jnp.float32) for width in warpgroup.columns)
-    rows = (jnp.full((ROWS,), -jnp.inf, jnp.float32), jnp.zeros((ROWS,), jnp.float32)) if scores else ()
+    rows = jnp.full((ROWS,), -jnp.inf, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
 
     def attend_piece(i, carry):
         acc, rows, n, ahead = carry
         stage = lax.rem(n, int32(STAGES))
         care = refs.care_g[tile, begin + i]
         at = Place(segment, tile, lambda: begin + i, stage, care, care >> 3)
-        fade, rows = _weigh(warpgroup, at, *rows) if scores else (_take_fade(warpgroup, stage), ())
+        if warpgroup.quantised:
+            warpgroup.wait_and_widen(stage)
+        fade, rows = _weigh(warpgroup, at, *rows) if scores else _take_rows(warpgroup, stage, rows[0])
         acc = _add_values(warpgroup, at, acc, fade)
         if not scores:
             plgpu.barrier_arrive(refs.taken)
@@ -194,12 +114,7 @@ def _attend_segment(warpgroup: Latents, segment, carry):
     acc, rows, *carry = lax.fori_loop(0, count, attend_piece, (acc, rows, *carry))
     if scores:
         pl.when(segment + 1 < warpgroup.until)(lambda: warpgroup.fetch_queries(segment + 1))
-        top, total = rows
-        _hand_over(warpgroup, {TOP: top, TOTAL: total})
-    else:
-        plgpu.barrier_wait(refs.handed)
-        top, total = refs.rows_s[TOP], refs.rows_s[TOTAL]
-        plgpu.barrier_arrive(refs.taken)
+    top, total = rows
     store_segment(warpgroup, segment, top, total, None, functools.partial(_store, warpgroup, acc))
     return tuple(carry)
 
@@ -214,8 +129,9 @@ def _weigh(warpgroup: Latents, at: Place, top, total):
     fade = jnp.exp2(top - base)
     p = jnp.exp2(s - lax.broadcast_in_dim(base, s.shape, [0]))
     pl.when(at.care & DIRTY != 0)(functools.partial(_silence, warpgroup, at))
-    _hand_over(warpgroup, {FADE: fade}, p.astype(warpgroup.config.dtype))
-    return fade, (new_top, total * fade + p.sum(axis=1))
+    total = total * fade + p.sum(axis=1)
+    _hand_over(warpgroup, at.stage, {FADE: fade, TOTAL: total}, p.astype(warpgroup.config.dtype))
+    return fade, (new_top, total)
 
 
 def _scores(warpgroup: Latents, at: Place):
@@ -223,15 +139,24 @@ def _scores(warpgroup: Latents, at: Place):
     refs, config = warpgroup.refs, warpgroup.config
 
     def product(acc_ref):
-        plgpu.barrier_wait(refs.right_bar.at[at.stage])
-        right = refs.q_s.at[at.zero, :, pl.ds(config.left, config.right)]
-        plgpu.wgmma(acc_ref, right, refs.right_s.at[at.stage].transpose((1, 0)))
-        plgpu.barrier_wait(refs.left_bar.at[at.stage])
-        left = refs.q_s.at[at.zero, :, pl.ds(0, config.left)]
-        plgpu.wgmma(acc_ref, left, refs.left_s.at[at.stage].transpose((1, 0)))
+        for group, start in ((SCORER, config.left), (OTHER, 0)):
+            _wait_for(warpgroup, at, group)
+            for channels in warpgroup.operands(at, group):
+                queries = refs.q_s.at[at.zero, :, pl.ds(start, channels.shape[1])]
+                plgpu.wgmma(acc_ref, queries, channels.transpose((1, 0)))
+                start += channels.shape[1]
         return acc_ref[...]
 
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, TILE_KV), jnp.float32))
+
+
+def _wait_for(warpgroup: Latents, at: Place, group: int) -> None:
+    """Waits, in the first warpgroup, for the channels of one."""
+    refs = warpgroup.refs
+    if not warpgroup.quantised:
+        plgpu.barrier_wait((refs.right_bar if group == SCORER else refs.left_bar).at[at.stage])
+    elif group == OTHER:  # its own ones it has widened
+        plgpu.barrier_wait(refs.widened)
 
 
 def _masked(warpgroup: Latents, at: Place, s):
@@ -244,31 +169,32 @@ def _silence(warpgroup: Latents, at: Place) -> None:
     """Zeroes unwritten slots of a piece: a weight of 0 does not silence a NaN."""
     refs = warpgroup.refs
     plgpu.commit_smem()  # a barrier: the products of all warps have read them
-    for part_s in (refs.left_s, refs.right_s):
-        for i in range(0, part_s.shape[2], ROWS):
+    for part_s in (*warpgroup.operands(at, OTHER), *warpgroup.operands(at, SCORER)):
+        for i in range(0, part_s.shape[1], ROWS):
             columns = pl.ds(i, ROWS)
-            x = part_s[at.stage, :, columns]
+            x = part_s[:, columns]
             written = lax.broadcast_in_dim(warpgroup.key_positions(at), x.shape, [0]) <= refs.newest_g[at.tile]
-            part_s[at.stage, :, columns] = jnp.where(written, x, jnp.zeros_like(x))
+            part_s[:, columns] = jnp.where(written, x, jnp.zeros_like(x))
 
 
-def _hand_over(warpgroup: Latents, rows: dict[int, Any], weights=None) -> None:
+def _hand_over(warpgroup: Latents, stage, rows: dict[int, Any], weights) -> None:
     """Writes numbers of rows, and weights, for the second warpgroup, after it has taken those before."""
     refs = warpgroup.refs
     plgpu.barrier_wait(refs.taken)
-    for row, numbers in rows.items():
-        refs.rows_s[row] = numbers
-    if weights is not None:
-        refs.p_s[0] = weights
+    for which, numbers in rows.items():
+        warpgroup.row_numbers(stage, which)[...] = numbers
+    refs.p_s[0] = weights
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.handed)
 
 
-def _take_fade(warpgroup: Latents, stage):
-    """Waits for a piece's left part and its weights; returns the factor of earlier sums."""
-    plgpu.barrier_wait(warpgroup.refs.left_bar.at[stage])
+def _take_rows(warpgroup: Latents, stage, top):
+    """Waits for a piece's left part and its weights; returns the factor of earlier sums, and (top, the new total)."""
+    if not warpgroup.quantised:
+        plgpu.barrier_wait(warpgroup.refs.left_bar.at[stage])
     plgpu.barrier_wait(warpgroup.refs.handed)
-    return warpgroup.refs.rows_s[FADE]
+    fade, total = (warpgroup.row_numbers(stage, which)[...] for which in (FADE, TOTAL))
+    return fade, (top, total)
 
 
 def _add_values(warpgroup: Latents, at: Place, acc, fade):
@@ -276,13 +202,11 @@ def _add_values(warpgroup: Latents, at: Place, acc, fade):
     acc = tuple(a * lax.broadcast_in_dim(fade, a.shape, [0]) for a in acc)
 
     def product(*acc_refs):
-        start = 0
-        for a, ref in zip(acc, acc_refs):
+        parts = ((x, i) for x in warpgroup.operands(at, warpgroup.group) for i in range(0, x.shape[1], WIDEST))
+        for a, ref, (channels, start) in zip(acc, acc_refs, parts, strict=True):
             if not warpgroup.plain:
                 ref[...] = a
-            columns = pl.ds(start, a.shape[1])
-            plgpu.wgmma(ref, warpgroup.refs.p_s.at[at.zero], warpgroup.values_s.at[at.stage, :, columns])
-            start += a.shape[1]
+            plgpu.wgmma(ref, warpgroup.refs.p_s.at[at.zero], channels.at[:, pl.ds(start, a.shape[1])])
         return tuple(a + ref[...] if warpgroup.plain else ref[...] for a, ref in zip(acc, acc_refs))
 
     return pl.run_scoped(product, *(plgpu.WGMMAAccumulatorRef(a.shape, jnp.float32) for a in acc))
@@ -304,12 +228,13 @@ def _store(warpgroup: Latents, acc, scale, lse, to: Stored) -> None:
         start += a.shape[1]
 
 
-def attend_segments(q, positions, pool, work: Work, numbers, config: LatentConfig, out_type, interpret):
+def attend_segments(q, positions, pool: Pool, work: Work, numbers, config: LatentConfig, out_type, interpret):
     """Attention of each segment, for each part of the query heads.
 
     Args:
       q: [S*parts, rows, H], or with fewer rows (`Tiles.pack_queries`). positions: [S, 64] of the rows.
-      pool: [M, L, 1, 1, B, H]. numbers: from `numbers_of`.
+      pool: of latents; where they are codes, q and results have rotated numbers before the others.
+      numbers: from `numbers_of`.
       out_type: shape [S*parts, R, H] and dtype of the result, R <= rows.
 
     Returns:
@@ -318,8 +243,21 @@ def attend_segments(q, positions, pool, work: Work, numbers, config: LatentConfi
       is not written.
     """
     size, h, n = unit_tokens(config.block_size), config.head_dim, len(work.segments) * config.parts
+    left, right = config.left - config.rotated, config.right
     matrix = functools.partial(plgpu.SMEM, dtype=config.dtype, transforms=layout(ROWS, 2))
-    arrived = plgpu.Barrier(num_arrivals=TILE_KV // size, num_barriers=STAGES)
+    stored = functools.partial(plgpu.SMEM, dtype=pool.kv.dtype, transforms=layout(right, pool.kv.dtype.itemsize))
+    units, scales, rotated = (
+        None if x is None else x.reshape(-1, size, x.shape[5]) for x in (pool.kv, pool.scales, pool.rotated)
+    )
+    if scales is None:
+        of_codes = (None,) * 4
+    else:
+        of_codes = (
+            plgpu.SMEM((STAGES, TILE_KV, scales.shape[2]), scales.dtype),
+            *(matrix(shape) for shape in ((STAGES, TILE_KV, config.rotated), (1, TILE_KV, left), (1, TILE_KV, right))),
+        )
+    arrive = functools.partial(plgpu.Barrier, num_barriers=STAGES)
+    copies = TILE_KV // size
     kernel = launch(
         "hopper_latent_attention",
         functools.partial(_attend_stretch, config=config, plain=bool(interpret)),
@@ -332,24 +270,27 @@ def attend_segments(q, positions, pool, work: Work, numbers, config: LatentConfi
         ),
         scratch_types=(
             matrix((1, ROWS, h)),
-            matrix((STAGES, TILE_KV, config.left)),
-            matrix((STAGES, TILE_KV, config.right)),
+            stored((STAGES, TILE_KV, left)),
+            stored((STAGES, TILE_KV, right)),
+            *of_codes,
             matrix((1, ROWS, TILE_KV)),
-            plgpu.SMEM((3, ROWS), jnp.float32),
+            None if config.codes else plgpu.SMEM((2, ROWS), jnp.float32),
             plgpu.Barrier(),
-            arrived,
-            arrived,
+            arrive(num_arrivals=copies * (3 if config.codes else 1)),
+            arrive(num_arrivals=copies),
             plgpu.Barrier(),
             plgpu.Barrier(),
+            plgpu.Barrier() if config.codes else None,
         ),
         interpret=interpret,
         warpgroups=2,
         auto_barriers=False,
     )
-    units = pool.reshape(-1, size, h)
     return kernel(
         q,
         units,
+        scales,
+        rotated,
         work.units,
         work.starts,
         work.care,

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.arguments import LATENTS, SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
+from pallas_kernels.arguments import LATENTS, LATENTS_8_BITS, SINKS, SMALL, TINY, TINY_QUANTISED, Spec, make
 from pallas_kernels.contract import Kernel
-from pallas_kernels.hopper import latent_kernel
+from pallas_kernels.hopper import latent_kernel, latent_warpgroup
 from pallas_kernels.hopper.mass import probability_mass
 from pallas_kernels.hopper.merge import merge_segments
 from pallas_kernels.hopper.schedule import Tuning
@@ -23,6 +23,7 @@ from tests import emulator
 from tests.emulator.plugin import needs_plugin
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.hopper import test_decode, test_kv_write, test_mass, test_merge, test_prefill, test_product
+from tests.soak import soak_unless
 
 pytestmark = needs_plugin
 
@@ -99,19 +100,26 @@ def test_splits_of_a_prefill(spec):
     emulate(KERNELS["hopper_prefill"].tuned(splits=2), spec)
 
 
-@pytest.mark.parametrize("spec", LATENTS, ids=str)
+@pytest.mark.parametrize("spec", [*LATENTS, *soak_unless(LATENTS_8_BITS[:2].__contains__, LATENTS_8_BITS)], ids=str)
 def test_attention_to_latents(spec):
     emulate(KERNELS["hopper_latent"].tuned(num_workers=3), spec)
 
 
 def test_weights_of_latents_that_the_second_warpgroup_does_not_wait_for_are_found(monkeypatch):
-    def take_early(warpgroup, stage):
+    def take_early(warpgroup, stage, top):
         plgpu.barrier_wait(warpgroup.refs.left_bar.at[stage])
-        return warpgroup.refs.rows_s[latent_kernel.FADE]
+        fade, total = (warpgroup.row_numbers(stage, i)[...] for i in (latent_warpgroup.FADE, latent_warpgroup.TOTAL))
+        return fade, (top, total)
 
-    monkeypatch.setattr(latent_kernel, "_take_fade", take_early)
+    monkeypatch.setattr(latent_kernel, "_take_rows", take_early)
     with pytest.raises(emulator.Trap, match="no barrier"):
         emulate(KERNELS["hopper_latent"].tuned(num_workers=4), LATENTS[0])
+
+
+def test_a_first_warpgroup_that_does_not_wait_for_widened_channels_of_the_second_is_found(monkeypatch):
+    monkeypatch.setattr(latent_kernel, "_wait_for", lambda *_: None)
+    with pytest.raises(emulator.Trap, match="no barrier"):
+        emulate(KERNELS["hopper_latent"].tuned(num_workers=4), LATENTS_8_BITS[0])
 
 
 @pytest.mark.parametrize("spec", test_mass.SPECS, ids=str)

@@ -95,6 +95,9 @@ LATENT: tuple[dict[str, Any], ...] = (
     {"n": 128},
     {"n": 20, "q": 3},
     {"n": 40, "h": 320, "b": 16, "dtype": "float16"},
+    {"n": 16, "codes": "int8"},
+    {"n": 128, "codes": "int8"},
+    {"n": 20, "b": 16, "codes": "int8"},
 )
 MASS: tuple[dict[str, Any], ...] = ({}, {"h": 64, "b": 16}, {"h": 256}, {"q": 16})
 WRITES: tuple[dict[str, Any], ...] = (
@@ -190,19 +193,23 @@ def attention_program(
     Args:
       s, q, n, k, h, b: rows, queries of each, query heads, kv heads, head dim, tokens of a block.
       sinks: queries for repositioned sinks; 0 for none. codes: 8-bit type, or int4, of a quantised pool.
-      rotated: keys are rotated when they are read. sides: of the pool; 1 for latents.
+      rotated: keys are rotated when they are read. sides: of the pool; 1 for latents, in codes all but 64 numbers.
       tuning: fields of the kernel's tuning.
     """
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     kv = jax.ShapeDtypeStruct((NUM_BLOCKS, NUM_LAYERS, sides, k, b, h), jnp.dtype(codes or dtype))
-    scales = jax.ShapeDtypeStruct(kv.shape[:-1], jnp.float32) if codes else None
+    pool = Pool(kv, jax.ShapeDtypeStruct(kv.shape[:-1], jnp.float32) if codes else None)
     if codes == "int4":
-        scales = jax.ShapeDtypeStruct(int4.scales_shape(kv.shape), jnp.bfloat16)
+        pool = pool._replace(scales=jax.ShapeDtypeStruct(int4.scales_shape(kv.shape), jnp.bfloat16))
+    elif codes and sides == 1:
+        shapes = ((h - 64, codes), ((h - 64) // 128, "float32"), (64, "bfloat16"))
+        codes_of, scales, apart = (jax.ShapeDtypeStruct((*kv.shape[:-1], n), jnp.dtype(kind)) for n, kind in shapes)
+        pool = Pool(codes_of, scales, rotated=apart)
     table, half = ints((s, TABLE_WIDTH)), jax.ShapeDtypeStruct((TABLE_WIDTH * b, h // 2), jnp.float32)
     call = Call(
         floats((s, q, n, h)),
-        Pool(kv, scales),
+        pool,
         table,
         table,
         ints((s, q)),

@@ -61,7 +61,11 @@ def test_latents_get_the_kernel_that_reads_them():
     assert choose(latents).name == choose(latents._replace(num_heads=128)).name == "hopper"
     codes = {"codec": "int8", "dtype": "int8", "query_dtype": "bfloat16"}
     others = [({"num_heads": 96}, "96 query heads"), ({"head_dim": 288}, "latents of 288 numbers")]
-    others += [(codes, "does not support scales"), ({"eviction": H2O()}, "does not support return_mass")]
+    others += [(codes, "read f32, bf16, f16, latent8"), ({"eviction": H2O()}, "does not support return_mass")]
+    in_8_bits = codes | {"codec": "latent8"}
+    assert choose(latents._replace(**in_8_bits)).name == "hopper"
+    others += [(in_8_bits | {"head_dim": 544}, "latents of 512 codes in int8 with 4 scales and 32 rotated")]
+    others += [(in_8_bits | {"query_dtype": "float16"}, "queries in float16")]
     for other, reason in others:
         assert choose(latents._replace(**other)).name == "xla"
         assert reason in str(unsupported(HOPPER, latents._replace(**other)))
@@ -299,8 +303,9 @@ def test_prefill_serves_long_tiles_of_a_step_as_the_reference_does(name, codec):
 
 
 @several_warpgroups
-def test_latents_serve_a_step_as_the_reference_does():
-    test_kernels_serve_a_step_as_the_reference_does(HOPPER, "full", True, "bf16", token=(1, 1, 128))
+@pytest.mark.parametrize(("codec", "width"), soak_unless(("bf16", 128).__eq__, [("bf16", 128), ("latent8", 576)]))
+def test_latents_serve_a_step_as_the_reference_does(codec, width):
+    test_kernels_serve_a_step_as_the_reference_does(HOPPER, "full", True, codec, token=(1, 1, width))
 
 
 def test_long_tiles_have_a_kernel_of_their_own_on_hopper():

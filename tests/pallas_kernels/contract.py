@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import int4, reference
+from pallas_kernels import int4, latent8, reference
 from pallas_kernels.arguments import Spec, make
-from pallas_kernels.contract import Kernel, Pool, Result
+from pallas_kernels.contract import Call, Kernel, Pool, Result
 
 # Kernels round each weight of the softmax to the pool's 16 bits, and the result once more: each by at most half a unit
 # in the last place, 2^-8 of the value in bfloat16 (8 bits) and 2^-11 in float16 (11 bits). The weighted sum of |v|
@@ -34,7 +34,7 @@ def _jitted(run, tuning):
 @functools.cache
 def expected(spec: Spec):
     """Of the reference, in float32: result, log-sum-exp, and the weighted sums of the values' absolutes."""
-    call = make(spec).replace(return_lse=True, out_dtype=jnp.dtype("float32"))
+    call = as_multiplied(make(spec)).replace(return_lse=True, out_dtype=jnp.dtype("float32"))
     attend = _jitted(reference.attend, None)
     out, lse, _ = attend(call)
     kv, scales, *_ = call.pool
@@ -44,6 +44,14 @@ def expected(spec: Spec):
     absolute_values[:, :, 1] = np.abs(absolute_values[:, :, 1])
     absolute = attend(call.replace(pool=Pool(jnp.asarray(absolute_values), scales))).out
     return np.asarray(out), np.asarray(lse), np.asarray(absolute)
+
+
+def as_multiplied(call: Call) -> Call:
+    """Returns a call with latents in 8 bits as the bfloat16 numbers that kernels multiply, any other as it is."""
+    kv, scales, *_, rotated = call.pool
+    if rotated is None:
+        return call
+    return call.replace(pool=Pool(latent8.dequantise(kv, scales, rotated).astype(jnp.bfloat16)))
 
 
 def check(kernel: Kernel, spec: Spec) -> None:

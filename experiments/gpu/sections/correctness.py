@@ -62,7 +62,13 @@ def specs(tiny: bool) -> list[arguments.Spec]:
     """Llama's shapes, then all kinds interleaved, so that a shortage of time costs some of each."""
     if tiny:
         return [*arguments.TINY[:3], arguments.TINY_QUANTISED[0], arguments.LATENTS[1]]
-    others = [*arguments.TINY, *arguments.TINY_QUANTISED, *arguments.LATENTS, *arguments.SMALL]
+    others = [
+        *arguments.TINY,
+        *arguments.TINY_QUANTISED,
+        *arguments.LATENTS,
+        *arguments.LATENTS_8_BITS,
+        *arguments.SMALL,
+    ]
     stride = 8
     return [*LLAMA, *(others[i] for start in range(stride) for i in range(start, len(others), stride))]
 
