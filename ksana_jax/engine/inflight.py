@@ -89,7 +89,9 @@ class InflightRequests:
             for request in news.first_tokens:
                 if (found := self.by_id.get(request.request_id)) is not None:
                     self._prefilled(found)
-            for output in news.outputs:
+            # The newest requests are the last of a step: their first tokens would wait for all other readers.
+            first = {request.request_id for request in news.first_tokens}
+            for output in sorted(news.outputs, key=lambda output: output.request_id not in first):
                 self._put(output)
             self.failure = news.failure or self.failure
             if news.dead:
