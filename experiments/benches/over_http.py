@@ -71,8 +71,7 @@ class OverHTTP(Bench):
         self.num_turns += 1
         load = dataclasses.replace(self.load, text_seed=self.num_turns)
         found = {case.label: self._send(case.label, load) for case in cases}
-        first = {label: np.array(one.pop("first_s")) for label, one in found.items()}
-        added = np.percentile(first[HTTP] - first[INSIDE], PERCENTS).tolist()
+        added = np.percentile(found[HTTP].pop("first_s") - found[INSIDE].pop("first_s"), PERCENTS).tolist()
         found[HTTP] |= {f"added_p{percent}_s": value for percent, value in zip(PERCENTS, added, strict=True)}
         yield from ((case, found[case.label]) for case in cases)
 
@@ -83,8 +82,8 @@ class OverHTTP(Bench):
         found = summarise(sent.times)
         assert found["num_finished"] == load.num_requests, found["failures"]
         here, server = np.subtract((time.process_time(), seconds_of(pid)), began) * 1e6 / found["num_output_tokens"]
-        more = {"here_us": float(here), "server_us": float(server), "first_s": [one.ttft_s for one in sent.times]}
-        return flat(found) | more
+        first_s = np.array([one.ttft_s for one in sent.times])
+        return {**flat(found), "here_us": float(here), "server_us": float(server), "first_s": first_s}
 
     def close(self) -> None:
         self.runner.run(self.http.close())
