@@ -83,26 +83,37 @@ class InflightRequests:
             self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
+        """Hands out all news. A reader is woken once, however many steps have come, as when the loop was held up."""
         self._wakes = False  # before reading: what is posted from now on wakes the loop again
+        read: list[StepNews] = []
         while self._posted:
-            news = self._posted.popleft()
+            read.append(self._posted.popleft())
+        first: set[str] = set()
+        arrived: dict[str, OutputBuffer] = {}
+        for news in read:
             for request in news.first_tokens:
                 if (found := self.by_id.get(request.request_id)) is not None:
                     self._prefilled(found)
+                    first.add(request.request_id)
             for output in news.outputs:
-                self._put(output)
+                self._put(output, arrived)
             self.failure = news.failure or self.failure
             if news.dead:
                 self.has_dead = True
-                self._end_all(news.replica)
+                self._end_all(news.replica, arrived)
+        # The newest requests are the last of a step: their first tokens would wait for all other readers.
+        for name in sorted(arrived, key=lambda name: name not in first):
+            arrived[name].notify()
+        for news in read:
             for observe in self.observers:
                 observe(news)
 
-    def _put(self, output: RequestOutput) -> None:
+    def _put(self, output: RequestOutput, arrived: dict[str, OutputBuffer]) -> None:
         found = self.by_id.get(output.request_id)
         if found is None:
             return
         found.buffer.put(output)
+        arrived[output.request_id] = found.buffer
         if output.finished:
             self._prefilled(found)
             del self.by_id[output.request_id]
@@ -114,9 +125,9 @@ class InflightRequests:
             found.awaits_first_token = False
             self.num_prefill_tokens -= len(found.request.prompt_token_ids)
 
-    def _end_all(self, replica: int) -> None:
+    def _end_all(self, replica: int, arrived: dict[str, OutputBuffer]) -> None:
         """Ends requests that their replica's thread has not seen: it has ended before."""
         failure = self.failure or RuntimeError("the engine has been closed")
         for found in [found for found in self.by_id.values() if found.replica == replica]:
             found.request.fail(failure)
-            self._put(found.request.take_delta())
+            self._put(found.request.take_delta(), arrived)

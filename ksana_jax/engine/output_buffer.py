@@ -19,7 +19,7 @@ class OutputBuffer:
     A slow reader gets fewer and longer pieces: the engine never waits for it, and no more is kept than the answer.
 
     Attributes:
-      listener: called after each `put`; None for a reader that waits for `arrival`.
+      listener: called by `notify`; None for a reader that waits for `arrival`.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,13 @@ class OutputBuffer:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: RequestOutput) -> None:
-        """Adds a delta, and calls the listener, or wakes the reader if it waits."""
+        """Adds a delta; `notify` follows."""
         self._pieces.append(delta)
         if len(self._pieces) == _MOST_PIECES:
             self._pieces = [joined(self._pieces)]
+
+    def notify(self) -> None:
+        """Calls the listener, or wakes the reader if it waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self.listener is not None:
@@ -45,7 +48,7 @@ class OutputBuffer:
         return pieces[0] if len(pieces) == 1 else joined(pieces)
 
     def arrival(self) -> asyncio.Future[None]:
-        """Returns a future that ends with the next `put`; to be awaited when there is nothing to take.
+        """Returns a future that ends with the next `notify`; to be awaited when there is nothing to take.
 
         Raises:
           RuntimeError: another task is waiting for it.

@@ -32,6 +32,19 @@ async def test_outputs_grow_to_the_whole_unless_deltas_are_asked_for():
         assert all(some == expected[: len(some)] for some in seen)
 
 
+async def test_a_first_token_arrives_before_the_tokens_of_older_requests():
+    async with serving(slow(make_engine())) as llm:
+        old = await llm.submit(prompt_of(4), asking(50), delta=True)
+        await anext(old)
+        new = await llm.submit(prompt_of(5), asking(5), delta=True)
+        arrivals: list[list[str]] = [[]]
+        llm.observers.append(lambda news: arrivals.append([]))
+        for name, stream in (("old", old), ("new", new)):
+            stream.listen(lambda name=name: arrivals[-1].append(name))
+        await settled(llm)
+        assert next(step for step in arrivals[1:] if "new" in step) == ["new", "old"]
+
+
 async def test_all_completions_of_a_prompt_arrive():
     async with serving() as llm:
         asked = asking(9, temperature=1, seed=5, n=3)

@@ -274,6 +274,17 @@ def test_hundreds_of_idle_connections_do_no_harm(slow, canary):
         assert until_closed(connection) == b""
 
 
+def test_a_small_event_does_not_wait_for_the_acknowledgement_of_the_one_before(slow):
+    def accepted():
+        return [one for one in list(slow.running._server.server_state.connections) if one.client == client]
+
+    with connect(slow) as connection:
+        client = connection.getsockname()
+        wait_for(accepted)
+        given = accepted()[0].transport.get_extra_info("socket")
+        assert given.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "Nagle's algorithm holds it back"
+
+
 def test_a_connection_is_used_again(slow):
     connection = http.client.HTTPConnection("127.0.0.1", slow.port, timeout=10)
     for _ in range(3):

@@ -51,6 +51,7 @@ class Client:
 
     def put(self, text: str, number: int = 0, ends: str | None = None) -> None:
         self.mailboxes[number].put(output(piece(text, ends=ends)))
+        self.mailboxes[number].notify()
 
     async def settle(self) -> list[str]:
         """Lets the task do what it can; returns all that the client has got."""
