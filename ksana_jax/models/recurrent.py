@@ -234,7 +234,7 @@ def together(
     if num_alone < len(text):
         reads = None if gate is None else gate[num_alone:]
         more, matrices = token_by_token(matrices, text[num_alone:], rest, reads, Terms, lambda out, *_: out)
-        outs = None if more is None else jnp.concatenate([outs, more])
+        outs = outs if more is None else jnp.concatenate([outs, more])
     return None if gate is None else jax.vmap(result)(outs, inputs[0], gate), matrices
 
 

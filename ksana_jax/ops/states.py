@@ -92,6 +92,7 @@ def _advance(
         out, states = mix.advance(*given, in_place(cache.states, at, slots, tokens), tokens)
     else:
         before = {name: leaf.at[slots[0], at].get(mode="fill", fill_value=0) for name, leaf in cache.states.items()}
-        out, after = mix.advance(*given, before, tokens)
+        # XLA fuses the reads into several kernels, and would copy the whole pool for one that runs after the write.
+        out, after = mix.advance(*given, jax.lax.optimization_barrier(before), tokens)
         states = {name: leaf.at[slots[1], at].set(after[name], mode="drop") for name, leaf in cache.states.items()}
     return out, cache.replace(states=states)  # pyright: ignore[reportAttributeAccessIssue]
