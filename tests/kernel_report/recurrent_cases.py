@@ -19,6 +19,8 @@ from ksana_jax.scheduler.step.per_token import StateArrays
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from pallas_kernels import aot
 from tests.kernel_report.check import Case
+from tests.kernel_report.models import HYBRID, SHAPES
+from tests.kernel_report.steps import lower_step
 
 # Width of the model and layer of Qwen3-Next-80B, Granite-4.0-H-Small and LFM2-1.2B.
 KINDS: dict[str, tuple[int, RecurrentSpec]] = {
@@ -32,8 +34,11 @@ NUM_SLOTS, NUM_LAYERS = 800, 2  # three slots for each of 256 rows, and of no si
 
 
 def cases(target: aot.Target) -> list[Case]:
-    """Returns a layer of each kind in steps of each shape."""
-    found = []
+    """Returns a layer of each kind in steps of each shape, and a decode step of a model with such layers."""
+    rows, of_states = SHAPES[1].parts[0].count, arrays_of("delta rule", SHAPES[1]).state_bytes
+    step = functools.partial(lower_step, model=HYBRID, shape=SHAPES[1], num_blocks=4096)
+    # A step reads the states of a layer, and computes the new ones, before it writes these.
+    found = [Case("step of a hybrid", {"rows": rows}, step, buffer_bytes=3 * rows * of_states)]
     for kind in KINDS:
         for name, part in PARTS.items():
             layer = arrays_of(kind, StepShape((TileGroup(*part),), 1, part[0]))
@@ -52,10 +57,14 @@ class Layer(NamedTuple):
     states: dict[str, Any]
     x: Any
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's state."""
+        return sum(num_bytes(leaf) // (NUM_SLOTS * NUM_LAYERS) for leaf in self.states.values())
+
     def least_bytes(self, rows: int) -> int:
         """Returns the bytes of weights, of inputs and outputs, and of states of rows, which are read and written."""
-        of_states = sum(num_bytes(leaf) // (NUM_SLOTS * NUM_LAYERS) for leaf in self.states.values())
-        return sum(map(num_bytes, self.weights.values())) + 2 * num_bytes(self.x) + 2 * rows * of_states
+        return sum(map(num_bytes, self.weights.values())) + 2 * num_bytes(self.x) + 2 * rows * self.state_bytes
 
 
 def num_bytes(array: Any) -> int:
