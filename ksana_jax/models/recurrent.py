@@ -26,11 +26,14 @@ class TextTokens(NamedTuple):
 
     text: [T] index in [0, R) of each token's text; beyond R for padding.
     nth: [T] number of the text's tokens before it in the step. last: [R] index of each text's last token.
+    num_alone: of the first tokens, the n-th of which is padding or text n's only one, see `together`; None if a token's
+      bits must not depend on how steps cut its text, on any device.
     """
 
     text: jax.Array
     nth: jax.Array
     last: jax.Array
+    num_alone: int | None = None
 
 
 class StatesInPlace(ABC):
@@ -193,16 +196,46 @@ def token_by_token(
 
     def step(matrices: jax.Array, token: Any) -> tuple[jax.Array, jax.Array | None]:
         text, given, gate = token
-        q, k, v, g, beta = terms(*given)
-        matrix = matrices[text] * jnp.exp(g)[:, :, None]
-        if beta is not None:
-            v = beta[:, None] * (v - (matrix * k[:, :, None]).sum(axis=1))
-        matrix += k[:, :, None] * v[:, None]
-        out = None if gate is None else result((matrix * q[:, :, None]).sum(axis=1), given[0], gate)
+        matrix, out = _advanced(matrices[text], terms(*given))
+        out = None if gate is None else result(out, given[0], gate)
         return matrices.at[text].set(matrix, mode="drop"), out
 
     matrices, rows = jax.lax.scan(step, matrices, (text, inputs, gate))
     return rows, matrices
+
+
+def _advanced(matrix: jax.Array, terms: Terms) -> tuple[jax.Array, jax.Array]:
+    """Returns a state [H, K, V] after a token, and what the token's query reads of it, [H, V]."""
+    q, k, v, g, beta = terms
+    matrix = matrix * jnp.exp(g)[:, :, None]
+    if beta is not None:
+        v = beta[:, None] * (v - (matrix * k[:, :, None]).sum(axis=1))
+    matrix += k[:, :, None] * v[:, None]
+    return matrix, (matrix * q[:, :, None]).sum(axis=1)
+
+
+def together(
+    matrices: jax.Array,
+    text: jax.Array,
+    inputs: Any,
+    gate: jax.Array | None,
+    terms: OfInputs,
+    result: Result,
+    num_alone: int,
+) -> tuple[jax.Array | None, jax.Array]:
+    """Computes what `token_by_token` does with fewer operations: those of states for the first num_alone tokens, see
+    `TextTokens`, in one, and all others once for all tokens. XLA may round differently for other numbers of tokens.
+    """
+    given = jax.vmap(terms)(*inputs)
+    first, rest = (jax.tree.map(lambda x, at=at: x[at], given) for at in (slice(num_alone), slice(num_alone, None)))
+    before, is_own = matrices[:num_alone], (text[:num_alone] == jnp.arange(num_alone))[:, None, None, None]
+    after, outs = jax.vmap(_advanced)(before, first)
+    matrices = matrices.at[:num_alone].set(jnp.where(is_own, after, before))
+    if num_alone < len(text):
+        reads = None if gate is None else gate[num_alone:]
+        more, matrices = token_by_token(matrices, text[num_alone:], rest, reads, Terms, lambda out, *_: out)
+        outs = outs if more is None else jnp.concatenate([outs, more])
+    return None if gate is None else jax.vmap(result)(outs, inputs[0], gate), matrices
 
 
 def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms: OfInputs, result: Result) -> Mix:
@@ -230,10 +263,16 @@ def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms
             inputs, gate, nth = jax.tree.map(
                 lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)), (inputs, gate, tokens.nth)
             )
-            tokens = TextTokens(jnp.pad(tokens.text, (0, 1), constant_values=FAR), nth, tokens.last)
+            tokens = tokens._replace(text=jnp.pad(tokens.text, (0, 1), constant_values=FAR), nth=nth)
         convolved, newest = causal_conv(inputs["conv"], state["conv"], tokens, taps, bias)
         given = convolved, inputs["decay"], inputs.get("beta")
-        out, matrix = token_by_token(state["matrix"], tokens.text, given, gate, terms, result)
+        arguments = state["matrix"], tokens.text, given, gate
+        in_turn = functools.partial(token_by_token, terms=terms, result=result)
+        if tokens.num_alone is None:
+            out, matrix = in_turn(*arguments)
+        else:  # a loop launches kernels for each token
+            at_once = functools.partial(together, terms=terms, result=result, num_alone=tokens.num_alone)
+            out, matrix = jax.lax.platform_dependent(*arguments, cpu=in_turn, default=at_once)
         return out if out is None else out[:count].astype(convolved.dtype), {"conv": newest, "matrix": matrix}
 
     return Mix(project, advance)

@@ -31,12 +31,14 @@ def paged_recur(
     """
     # Only of wide tiles with all tokens sampled may drafts be verified.
     keeps = len(shape.parts) == 1 < shape.parts[0].width and shape.num_tokens <= shape.max_sampled
+    # Rows that share blocks are packed in groups.
+    num_alone = shape.parts[0].count if shape.parts[0].width == 1 and not shape.shared_rows else 0
 
     def recur(index: int, mix: Mix, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         layer = layers[index]
         (source, target, last, _), (text, nth) = layer.batch.states
         given = mix.project(x)
-        tokens = TextTokens(text, nth, last)
+        tokens = TextTokens(text, nth, last, num_alone)
         out, cache = _advance(mix, given, cache, layer.at, (source, target), tokens, in_place)
         assert out is not None
         if keeps:
@@ -66,7 +68,7 @@ def advanced(
     """
     (source, _, _, target), (text, nth) = states
     tile = jnp.arange(len(accepted)) * width
-    tokens = TextTokens(jnp.where(nth <= jnp.repeat(accepted, width), text, FAR), nth, tile + accepted)
+    tokens = TextTokens(jnp.where(nth <= jnp.repeat(accepted, width), text, FAR), nth, tile + accepted, 0)
     recurrent = [(p, spec.recurrent) for p, spec in zip(layers, config.layers, strict=True) if spec.recurrent]
     for at, ((p, spec), of_layer) in enumerate(zip(recurrent, inputs, strict=True)):
         _, cache = _advance(mixer(p, spec, linear), (of_layer, None), cache, at, (source, target), tokens, in_place)
@@ -90,6 +92,7 @@ def _advance(
         out, states = mix.advance(*given, in_place(cache.states, at, slots, tokens), tokens)
     else:
         before = {name: leaf.at[slots[0], at].get(mode="fill", fill_value=0) for name, leaf in cache.states.items()}
-        out, after = mix.advance(*given, before, tokens)
+        # XLA fuses the reads into several kernels, and would copy the whole pool for one that runs after the write.
+        out, after = mix.advance(*given, jax.lax.optimization_barrier(before), tokens)
         states = {name: leaf.at[slots[1], at].set(after[name], mode="drop") for name, leaf in cache.states.items()}
     return out, cache.replace(states=states)  # pyright: ignore[reportAttributeAccessIssue]

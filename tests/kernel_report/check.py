@@ -27,9 +27,10 @@ from typing import Any
 from ksana_jax.lab.trace.collectives import Collective
 from pallas_kernels import aot
 from tests.kernel_report import report, sass
+from tests.kernel_report.traffic import count_traffic
 
 # Functions Target -> list[Case], as "module:function"; a module is imported when its cases are asked for.
-SOURCES = ("tests.kernel_report.cases:cases", "tests.kernel_report.engine_cases:cases")
+SOURCES = tuple(f"tests.kernel_report.{name}:cases" for name in ("cases", "engine_cases", "recurrent_cases"))
 TIMEOUT_S = 600.0
 _COLUMNS = {
     "registers": "registers",
@@ -55,6 +56,7 @@ class Case:
         one, its largest argument.
       collectives: the exact collectives that the program must have; None: of one device, or not judged.
       buffer_bytes: see `Program.wrong`.
+      least_bytes: that the program must read and write; its launches and bytes are reported too. None: they are not.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Case:
     lower: Callable[[aot.Target], Any]
     collectives: Counter[Collective] | None = None
     buffer_bytes: int = 0
+    least_bytes: int | None = None
 
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.config.items())])
@@ -99,6 +102,8 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     inside, outside = report.count_thunks(thunks)
     about = program.plain() | {"thunks": inside.total() + outside.total(), "captured": inside.total()}
     about["seconds"] = seconds
+    if case.least_bytes is not None:
+        about |= count_traffic(program.hlo)._asdict() | {"least_bytes": case.least_bytes}
     if not kernels:
         return [row_of(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(report.Kernel)) | about]
     return [
@@ -208,6 +213,9 @@ def _title(case: Case, row: dict[str, Any]) -> str:
     said = str(case)
     if row.get("donated_bytes"):
         said += "  pool {pool_bytes:,} bytes, aliased {alias_bytes:,}, temp {temp_bytes:,}".format_map(row)
+    if "least_bytes" in row:
+        said += ", {launches:,} launches read {read_bytes:,} and write {written_bytes:,} bytes".format_map(row)
+        said += ", at least {least_bytes:,} together".format_map(row)
     if row.get("captured"):
         said += ", {captured} of {thunks} thunks in command buffers".format_map(row)
     return "\n".join(filter(None, [said, report.describe_exchange(row)]))

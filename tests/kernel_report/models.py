@@ -7,6 +7,7 @@ import dataclasses
 from experiments.gpu.llama import LLAMA_8B
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec, LatentSpec, RopeConfig, rotated_part
+from ksana_jax.core.recurrent import DeltaRuleSpec
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.kernel_report.steps import BLOCK_SIZE
 
@@ -39,6 +40,19 @@ LATENTS = ModelConfig(
     latent=LatentSpec(rank=512, rotated=64, plain=128, value=128),
     attention_scale=192**-0.5,
     rope=RopeConfig(partial_rotary_factor=rotated_part(512, 64)),
+    max_position=8192,
+)
+# Qwen3-Next-80B without its experts, three gated delta rules and a layer of attention.
+HYBRID = ModelConfig(
+    family="qwen3_5_text",
+    vocab_size=49_152,
+    d_model=2048,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    d_ff=5120,
+    recurrent=DeltaRuleSpec((0, 1, 2), 16, 32, 128, 128),
     max_position=8192,
 )
 MODELS = {"Llama-8B": LLAMA_8B, "Llama-70B": LLAMA_70B}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,7 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.operator_settings import OperatorSettings
 from ksana_jax.core.patterns import FULL
 from ksana_jax.devices.capabilities import stored_as_bits
+from ksana_jax.kv.engine_layout import state_layout
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.lab.trace.collectives import Collective
@@ -21,6 +23,7 @@ from ksana_jax.sharding.absent import place_on_absent
 from pallas_kernels import aot
 
 BLOCK_SIZE = 64
+NUM_STATES = 96
 
 
 def runner_of(
@@ -34,14 +37,16 @@ def runner_of(
     eviction: EvictionMethod | None = None,
 ) -> Runner:
     """Returns a runner in bfloat16 that compiles for a target. kv: how keys and values are stored."""
+    as_bits = stored_as_bits(aot.device(target))
+    layout = layout_of(model, dtype=kv, block_size=BLOCK_SIZE, as_bits=as_bits, eviction=eviction)
+    if model.recurrent is not None:
+        layout = dataclasses.replace(layout, states=state_layout(model, "bfloat16", NUM_STATES))
     return Runner(
         model,
         abstract_params(model, "bf16"),
         (FULL,) * model.num_layers,
         num_blocks=num_blocks,
-        layout=layout_of(
-            model, dtype=kv, block_size=BLOCK_SIZE, as_bits=stored_as_bits(aot.device(target)), eviction=eviction
-        ),
+        layout=layout,
         max_model_len=model.max_position,
         max_repositioned_sinks=0,
         settings=OperatorSettings(attention=attention),
