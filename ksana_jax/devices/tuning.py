@@ -16,8 +16,7 @@ class Tuning:
 
     Args:
       compiler_options: XLA's, for a step. few_tokens: steps of up to this many tokens have few_tokens_options instead.
-      layers_of_program: maximum layers of one compiled program, from 3 on fewer if that leaves no remainder, which is
-        another program; None compiles a step as one program.
+      layers_of_program: maximum layers of one compiled program, see `step_runs`; None compiles a step as one program.
       least_rows: minimum rows of XLA's matrix products of bfloat16.
       joins_matrices: whether weights that multiply the same input are kept as one matrix.
       chooses_in_step: whether a step of decodes alone and the choice of its tokens are one program.

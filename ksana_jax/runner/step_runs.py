@@ -1,14 +1,13 @@
-"""The network of a step as one program for each kind of run of layers.
+"""The network of a step as programs of a few layers each.
 
 Where a compiler would compile every layer of one program again, though they are alike
-(`devices.tuning.Tuning.layers_of_program`), all runs of as many layers of a kind share a program.
+(`devices.tuning.Tuning.layers_of_program`), runs of layers of the same kinds share a program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,34 +26,41 @@ from ksana_jax.scheduler.step.types import StepShape
 
 
 class _Run(NamedTuple):
-    """Layers of one kind that follow each other. Runs of a kind and length share a program.
+    """Layers that follow each other.
 
-    A layer that evicts has its own program: where codecs differ between layers, XLA:CPU would copy the pool.
-
-    kind, rope: of each layer, see `Network`.
+    kinds, ropes: of each layer, see `Network`. Runs with the same ones share a program.
     """
 
-    kind: int
-    rope: int
+    kinds: tuple[int, ...]
+    ropes: tuple[int, ...]
     layers: range
 
     @property
-    def program(self) -> tuple[int, int, int]:
+    def program(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Key that runs with the same program share."""
-        return self.kind, self.rope, len(self.layers)
+        return self.kinds, self.ropes
 
     def of(self, params: Params) -> list[LayerParams]:
         return list(params.layers[self.layers.start : self.layers.stop])
 
     @staticmethod
     def all_of(network: Network) -> list[_Run]:
+        """Cuts the layers into runs of one length, that with the fewest calls and layers to compile, in sum.
+
+        A layer that evicts has its own program: where codecs differ between layers, XLA:CPU would copy the pool.
+        """
         most = (network.tuning.layers_of_program or 1) if all(method is None for method in network.observers) else 1
-        runs, end = [], 0
-        for kind, alike in itertools.groupby(zip(network.kinds, network.rope_kinds, strict=True)):
-            begin, end = end, end + len(list(alike))
-            size = next((size for size in range(3, most + 1) if (end - begin) % size == 0), most)
-            runs += [_Run(*kind, range(at, min(at + size, end))) for at in range(begin, end, size)]
-        return runs
+        kinds, ropes = network.kinds, network.rope_kinds
+
+        def cut(size: int) -> list[_Run]:
+            ends = [*range(size, len(kinds), size), len(kinds)]
+            layers = [range(begin, end) for begin, end in zip([0, *ends], ends)]
+            return [_Run(kinds[at.start : at.stop], ropes[at.start : at.stop], at) for at in layers]
+
+        def cost(runs: list[_Run]) -> int:
+            return len(runs) + sum(len(kinds) for kinds, _ in {run.program for run in runs})
+
+        return min(map(cut, range(min(3, most), most + 1)), key=cost)
 
 
 def lower_in_runs(
@@ -76,8 +82,9 @@ def lower_in_runs(
     for run in _Run.all_of(network):
         if run.program not in runs:
             places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), network.placed(run.layers))
-            step = network.jit_donating(step_layers, 2, shape.num_tokens, shape=shape, kind=run.kind)
-            runs[run.program] = lower(step, run.of(params), cache, x, on_device, angles[run.rope], patterns, places)
+            step = network.jit_donating(step_layers, 2, shape.num_tokens, shape=shape, kinds=run.kinds)
+            turns = [angles[rope] for rope in run.ropes]
+            runs[run.program] = lower(step, run.of(params), cache, x, on_device, turns, patterns, places)
     first, last = (
         lower(network.jit(step_first, packing=packing), ends, vector, given),
         lower(network.jit(step_last), ends, x, on_device.sampled),
@@ -91,7 +98,7 @@ class LoweredRuns:
 
     network: Network
     first: Any
-    runs: dict[tuple[int, int, int], Any]
+    runs: dict[tuple[tuple[int, ...], tuple[int, ...]], Any]
     last: Any
 
     @property
@@ -146,7 +153,8 @@ class StepInRuns:
         inputs: tuple[Any, ...] = ()
         for program, run, places in self._runs:
             cache = cache.replace(inputs=()) if cache.inputs else cache
-            cache, x = program(run.of(params), cache, x, arrays, angles[run.rope], patterns, places)
+            turns = [angles[rope] for rope in run.ropes]
+            cache, x = program(run.of(params), cache, x, arrays, turns, patterns, places)
             inputs += cache.inputs
         return cache if not inputs else cache.replace(inputs=inputs), *self._last(ends, x, arrays.sampled), settings
 
@@ -163,8 +171,7 @@ def step_first(params, vector, given, *, network: Network, packing: Packing):
     return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings
 
 
-def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kind: int):
-    """Computes layers of one kind."""
-    kinds, angles = [kind for _ in ps], [angles for _ in ps]
+def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kinds: tuple[int, ...]):
+    """Computes some layers."""
     settings = {"network": network, "shape": shape, "kinds": kinds, "alike": range(len(places))}
     return through(ps, cache, x, arrays.of_group, angles, patterns, places, **settings)

@@ -141,21 +141,23 @@ def test_the_compiled_step_writes_to_the_pool_where_it_lies(large_pool, shape):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "sizes"),
+    ("kinds", "sizes", "num_programs"),
     [
-        ((30,), [3] * 10),
-        ((28,), [4] * 7),
-        ((10,), [4, 4, 2]),
-        ((2,), [2]),
-        ((6, 1, 5), [3, 3, 1, 4, 1]),
+        ("a" * 30, [3] * 10, 1),
+        ("a" * 28, [4] * 7, 1),
+        ("a" * 10, [3, 3, 3, 1], 2),
+        ("aa", [2], 1),
+        ("aaab" * 4, [4] * 4, 1),
+        ("ab" * 13, [4] * 6 + [2], 2),
+        ("a" * 6 + "b" + "c" * 5, [3] * 4, 3),
     ],
 )
-def test_layers_are_divided_among_programs_without_a_remainder_where_possible(lengths, sizes):
-    kinds = [kind for kind, length in enumerate(lengths) for _ in range(length)]
-    settings = {"kinds": kinds, "rope_kinds": [0] * len(kinds), "observers": [None] * len(kinds)}
+def test_layers_are_divided_into_few_programs_that_are_called_often(kinds, sizes, num_programs):
+    settings = {"kinds": tuple(kinds), "rope_kinds": (0,) * len(kinds), "observers": (None,) * len(kinds)}
     runs = _Run.all_of(SimpleNamespace(**settings, tuning=tuning.tuning("cpu")))
     assert [len(run.layers) for run in runs] == sizes
     assert [layer for run in runs for layer in run.layers] == list(range(len(kinds)))
+    assert len({run.program for run in runs}) == num_programs
 
 
 @pytest.mark.parametrize(("of_program", "calls"), [(1, (1, 2, 1)), (4, (1, 1, 1))])
