@@ -45,7 +45,7 @@ class NativeStates(StatesInPlace):
             jnp.exp(found.g),
             beta,
             gate,
-            p.delta_norm,
+            p.mamba_norm if is_mamba else p.delta_norm,
             spec.eps,
             spec.num_key_heads if is_mamba else spec.num_value_heads,
             delta=not is_mamba,
@@ -54,5 +54,6 @@ class NativeStates(StatesInPlace):
             sigmoid=getattr(spec, "rank", None) is not None,
         )
         taps = p.w_conv_q, p.w_conv_k, p.w_conv_v
-        out, pools = recur(given, taps, bias, heads, (self._pool["conv"], self._pool["matrix"]), self._texts)
-        return out, dict(zip(("conv", "matrix"), pools, strict=True))
+        conv, matrix = self._pool["conv"], self._pool["matrix"]
+        out, (conv, after) = recur(given, taps, bias, heads, (conv, matrix.squeeze(2)), self._texts)
+        return out, {"conv": conv, "matrix": after.reshape(matrix.shape)}

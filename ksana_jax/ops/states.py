@@ -40,7 +40,8 @@ def paged_recur(
         out, cache = _advance(mix, given, cache, layer.at, (source, target), tokens, in_place)
         assert out is not None
         if keeps:
-            cache = cache.replace(inputs=(*cache.inputs, given[0]))  # pyright: ignore[reportAttributeAccessIssue]
+            kept = {name: x[None, None] for name, x in given[0].items()}
+            cache = cache.replace(inputs=(*cache.inputs, kept))  # pyright: ignore[reportAttributeAccessIssue]
         return out, cache
 
     return recur
@@ -48,7 +49,7 @@ def paged_recur(
 
 def advanced(
     cache: KVCache,
-    inputs: Sequence[dict[str, jax.Array]],
+    inputs: KVCache,
     states: Any,
     accepted: jax.Array,
     width: int,
@@ -60,7 +61,7 @@ def advanced(
     """Writes the states after the accepted tokens of a step with drafts.
 
     Args:
-      inputs: `KVCache.inputs` after the step. states: its `StateArrays`.
+      inputs: has the `KVCache.inputs` after the step. states: its `StateArrays`.
       accepted: [R] number of draft tokens accepted after the first token of each tile of `width`.
       in_place: see `paged_recur`.
     """
@@ -68,8 +69,9 @@ def advanced(
     tile = jnp.arange(len(accepted)) * width
     tokens = TextTokens(jnp.where(nth <= jnp.repeat(accepted, width), text, FAR), nth, tile + accepted)
     recurrent = [(p, spec.recurrent) for p, spec in zip(layers, config.layers, strict=True) if spec.recurrent]
-    for at, ((p, spec), of_layer) in enumerate(zip(recurrent, inputs, strict=True)):
-        _, cache = _advance(mixer(p, spec, linear), (of_layer, None), cache, at, (source, target), tokens, in_place)
+    for at, ((p, spec), of_layer) in enumerate(zip(recurrent, inputs.inputs, strict=True)):
+        given = {name: x[0, 0] for name, x in of_layer.items()}
+        _, cache = _advance(mixer(p, spec, linear), (given, None), cache, at, (source, target), tokens, in_place)
     return cache
 
 

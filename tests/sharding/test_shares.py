@@ -9,11 +9,11 @@ import pytest
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.kv.model_layout import layout_of
-from ksana_jax.models.params import init_params, is_shape, param_shapes
+from ksana_jax.models.params import heads_of, init_params, is_shape, param_shapes
 from ksana_jax.runner.planner import plan
 from ksana_jax.runner.planner.step_memory import NO_STEP
 from ksana_jax.sharding.shares import local_layout, local_model, local_vocabulary, pool_layout, share
-from ksana_jax.sharding.specs import field_of, specs_of
+from ksana_jax.sharding.specs import field_of, layer_of, specs_of
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, d_model=4096, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336
@@ -26,7 +26,8 @@ def parts(model: ModelConfig, num_devices: int):
     local = jax.tree.leaves(param_shapes(local_model(model, num_devices)), is_leaf=is_shape)
     for (path, shape), part in zip(whole, local, strict=True):
         field = field_of(path)
-        yield field, shape, part, [share(field, shape, d, num_devices, model.num_kv_heads) for d in range(num_devices)]
+        heads = heads_of(field, layer_of(path, model))
+        yield field, shape, part, [share(field, shape, d, num_devices, heads) for d in range(num_devices)]
 
 
 @pytest.mark.parametrize("qk_norm", ["head", "projection"])
