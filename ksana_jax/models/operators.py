@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,6 @@ class Operators:
     grouped: Callable[..., Callable[..., jax.Array] | None] | None = None
     by_head: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     real: jax.Array | None = None
-    # Axis of the mesh of devices that divide heads; None on one device.
-    axis: ClassVar[str | None] = None
 
     def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:
         """Looks up the rows [..., D] of tokens [...]."""

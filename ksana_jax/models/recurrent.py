@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.core.patterns import FAR
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from ksana_jax.models.layers import Linear, rms_norm
@@ -64,17 +65,18 @@ class Mix(NamedTuple):
 
 # recur(layer, mix, x [..., D], carried) -> (out [..., W], carried): calls mix with the states of a layer.
 Recur = Callable[[int, Mix, jax.Array, Any], tuple[jax.Array, Any]]
+# Normalises rows x [..., W] of all heads, see `Operators.normed_projection`.
+NormedHeads = Callable[[jax.Array, jax.Array, NormSpec], jax.Array]
 
 
 class Kind(NamedTuple):
     """A kind of recurrent layer.
 
-    shapes: (d_model, spec) -> shapes of its weights, by field of `LayerParams`. mix: (p, spec, linear, axis) -> `Mix`,
-      from these weights; axis: see `mixer`.
+    shapes: (d_model, spec) -> shapes of its weights, by field of `LayerParams`. mix: arguments of `mixer` -> `Mix`.
     """
 
     shapes: Callable[[int, Any], dict[str, tuple[int, ...]]]
-    mix: Callable[[Any, Any, Linear, str | None], Mix]
+    mix: Callable[[Any, Any, Linear, NormedHeads], Mix]
 
 
 def short_conv_shapes(d_model: int, spec: ShortConvSpec) -> dict[str, tuple[int, ...]]:
@@ -85,7 +87,7 @@ def short_conv_shapes(d_model: int, spec: ShortConvSpec) -> dict[str, tuple[int,
     return shapes | (biases if spec.bias else {})
 
 
-def short_conv(p: Any, spec: ShortConvSpec, linear: Linear, axis: str | None) -> Mix:
+def short_conv(p: Any, spec: ShortConvSpec, linear: Linear, normed_heads: NormedHeads) -> Mix:
     """See `ShortConvSpec`."""
 
     def project(x: jax.Array) -> tuple[State, jax.Array]:
@@ -263,7 +265,7 @@ def _to_values(x: jax.Array, spec: DeltaRuleSpec | Mamba2Spec) -> jax.Array:
     return jnp.repeat(x, spec.num_value_heads // spec.num_key_heads, axis=0)
 
 
-def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear, axis: str | None) -> Mix:
+def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear, normed_heads: NormedHeads) -> Mix:
     """See `DeltaRuleSpec`."""
 
     def terms(numbers: jax.Array, decay: jax.Array, beta: jax.Array) -> Terms:
@@ -280,7 +282,7 @@ def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear, axis: str | None) ->
     return mix_matrices(p, spec, linear, terms, result)
 
 
-def mamba2(p: Any, spec: Mamba2Spec, linear: Linear, axis: str | None) -> Mix:
+def mamba2(p: Any, spec: Mamba2Spec, linear: Linear, normed_heads: NormedHeads) -> Mix:
     """See `Mamba2Spec`."""
 
     def terms(numbers: jax.Array, decay: jax.Array, beta: None) -> Terms:
@@ -293,12 +295,12 @@ def mamba2(p: Any, spec: Mamba2Spec, linear: Linear, axis: str | None) -> Mix:
         return out.reshape(-1) * jax.nn.silu(gate)
 
     def normed(x: jax.Array) -> jax.Array:
-        groups = x.reshape(*x.shape[:-1], spec.num_key_heads, -1)
-        weight = p.mamba_norm.astype(jnp.float32).reshape(groups.shape[-2:])
-        return rms_norm(groups, weight, spec.eps, axis if spec.norm_divided else None).reshape(x.shape)
+        groups = x.reshape(spec.num_key_heads, -1)
+        return rms_norm(groups, weight.reshape(groups.shape), spec.eps).reshape(-1)
 
+    weight, norms = p.mamba_norm.astype(jnp.float32), NormSpec("rms", spec.eps, "before")
     if spec.norm_divided:  # devices add up the squares of all tokens together, not token by token
-        return mix_matrices(p, spec, linear, terms, gated, normed)
+        return mix_matrices(p, spec, linear, terms, gated, lambda x: normed_heads(x, weight, norms))
     return mix_matrices(p, spec, linear, terms, lambda *given: normed(gated(*given)))
 
 
@@ -319,9 +321,12 @@ def recurrent_shapes(d_model: int, spec: RecurrentSpec) -> dict[str, tuple[int, 
     return KINDS[type(spec)].shapes(d_model, spec)
 
 
-def mixer(p: Any, spec: RecurrentSpec, linear: Linear, axis: str | None = None) -> Mix:
-    """Returns the function of a recurrent layer with weights p; axis: of the mesh of devices that divide its heads."""
-    return KINDS[type(spec)].mix(p, spec, linear, axis)
+def mixer(p: Any, spec: RecurrentSpec, linear: Linear, normed_heads: Any = None) -> Mix:
+    """Returns the function of a recurrent layer with weights p.
+
+    normed_heads: of heads that devices divide; states need none.
+    """
+    return KINDS[type(spec)].mix(p, spec, linear, normed_heads)
 
 
 def from_the_start(spec: RecurrentSpec) -> Recur:

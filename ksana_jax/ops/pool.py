@@ -9,7 +9,6 @@ CPU than gathering tokens (34 against 46 ms: 8 layers, 32 rows of 256 tokens, ja
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -26,8 +25,7 @@ class KVCache:
     leaves: arrays [M, ...] by name, see `kv.layout.Leaf`. On a CPU, integers hold the bits of the narrower float types.
     codec: how keys and values are encoded in them, see `KVLayout`.
     states: the slots of recurrent layers, arrays [slots, ...] by name, see `kv.state_layout`; empty without any.
-    inputs: between a step with drafts and their verification, of each recurrent layer, see `ShortConvSpec.inputs`:
-      arrays [1, 1, T, ...], so that in all arrays here devices divide the same axis.
+    inputs: between a step with drafts and their verification, of each recurrent layer, see `ops.states.paged_recur`.
     """
 
     leaves: dict[str, jax.Array]
@@ -64,10 +62,6 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves.values())
-
-    def with_inputs(self, inputs: tuple[Any, ...]) -> KVCache:
-        """Returns inputs alone, in a pool without blocks and slots."""
-        return KVCache({}, self.codec, inputs=inputs)
 
     def _rows(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns indices [..., K] into the flat views of the keys and values of blocks [...]."""

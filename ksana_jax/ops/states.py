@@ -27,6 +27,9 @@ def paged_recur(
 ) -> Recur:
     """Returns a `Recur` for some layers of a step, which carries the KVCache.
 
+    A step whose drafts may be verified adds to `KVCache.inputs` what `ShortConvSpec.inputs` names, arrays
+    [1, 1, T, ...]: devices divide their last axis, the fourth, as they divide that of blocks.
+
     in_place: `NativeStates`, or None to read states from the pool and to write them back.
     """
     # Only of wide tiles with all tokens sampled may drafts be verified.

@@ -24,8 +24,6 @@ class DividedOperators(Operators):
     Hidden states are whole on each; partial sums cross in the type of hidden states.
     """
 
-    axis = AXIS
-
     def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:
         at = tokens - jax.lax.axis_index(AXIS) * embedding.shape[0]
         here = (at >= 0) & (at < embedding.shape[0])
