@@ -54,6 +54,5 @@ class NativeStates(StatesInPlace):
             sigmoid=getattr(spec, "rank", None) is not None,
         )
         taps = p.w_conv_q, p.w_conv_k, p.w_conv_v
-        conv, matrix = self._pool["conv"], self._pool["matrix"]
-        out, (conv, after) = recur(given, taps, bias, heads, (conv, matrix.squeeze(2)), self._texts)
-        return out, {"conv": conv, "matrix": after.reshape(matrix.shape)}
+        out, pools = recur(given, taps, bias, heads, (self._pool["conv"], self._pool["matrix"]), self._texts)
+        return out, dict(zip(("conv", "matrix"), pools, strict=True))

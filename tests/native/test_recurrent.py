@@ -206,6 +206,9 @@ def test_layers_are_those_of_xla(kind, dtype):
     assert abs(found - expected).max() <= tolerance * max(1, abs(expected).max()) and expected.std() > 0.01
     for name, state in wanted.items():
         assert abs(np.asarray(state - after[name], np.float32)).max() <= tolerance * abs(np.asarray(state)).max()
+    lines = jax.jit(in_place, donate_argnums=1).lower(x, pool).compile().as_text().splitlines()
+    shapes = [str(list(a.shape)).replace(" ", "") for a in pool.values()]
+    assert not [line for line in lines if " copy(" in line and any(shape in line for shape in shapes)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
