@@ -17,19 +17,35 @@ class ShortConvSpec:
 
     layers: of the model, counted from 0, that are convolutions; the others have attention.
     bias: whether the projections and the convolution have one.
+    width: channels, of one of several devices; None for d_model.
     """
 
     layers: tuple[int, ...]
     kernel: int = 3
     bias: bool = False
+    width: int | None = dataclasses.field(default=None, repr=False)
+
+    def convolved(self, d_model: int) -> tuple[tuple[int, int], ...]:
+        """Returns the convolved numbers of a token, part after part: heads, and channels of each. Devices divide the
+        heads of each part."""
+        return ((self.width or d_model, 1),)
 
     def state(self, d_model: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
-        """Returns the arrays of a layer's state: shape, and NumPy's name of the type, None for the model's."""
-        return {"conv": ((self.kernel - 1, d_model), None)}
+        """Returns the arrays of a layer's state: shape, and NumPy's name of the type, None for the model's. The second
+        axis is that of channels or heads."""
+        return {"conv": ((self.kernel - 1, self.width or d_model), None)}
 
     def inputs(self, d_model: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
         """Returns the numbers of a token that its state is computed from, as `state` does."""
-        return {"conv": ((d_model,), None)}
+        return {"conv": ((self.width or d_model,), None)}
+
+    def divided(self, d_model: int, num_devices: int) -> ShortConvSpec:
+        """Returns the layers that each of several devices computes."""
+        return dataclasses.replace(self, width=d_model // num_devices)
+
+    def undivided(self, d_model: int, num_devices: int) -> list[str]:
+        """Returns why devices cannot divide the layers."""
+        return [f"d_model {d_model} is not a multiple of it"] if d_model % num_devices else []
 
     def own_problems(self) -> list[str | None]:
         """Returns the problems of the numbers of this kind."""
@@ -69,9 +85,14 @@ class DeltaRuleSpec:
         """Numbers of a token that are convolved: its queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
+    def convolved(self, d_model: int) -> tuple[tuple[int, int], ...]:
+        """See `ShortConvSpec.convolved`."""
+        keys = self.num_key_heads, self.key_dim
+        return keys, keys, (self.num_value_heads, self.value_dim)
+
     def state(self, d_model: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
         """See `ShortConvSpec.state`."""
-        matrix = self.num_value_heads, self.key_dim, self.value_dim
+        matrix = 1, self.num_value_heads, self.key_dim, self.value_dim
         return {"conv": ((self.kernel - 1, self.num_channels), None), "matrix": (matrix, "float32")}
 
     def inputs(self, d_model: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
@@ -82,6 +103,20 @@ class DeltaRuleSpec:
             return found
         decay = found["decay"] if self.rank is None else ((heads * self.key_dim,), "float32")
         return found | {"decay": decay, "beta": found["decay"]}
+
+    def divided(self, d_model: int, num_devices: int) -> Any:
+        """See `ShortConvSpec.divided`. Several devices may have one head of keys, with heads of values of their own."""
+        keys, values = max(self.num_key_heads // num_devices, 1), self.num_value_heads // num_devices
+        return dataclasses.replace(self, num_key_heads=keys, num_value_heads=values)
+
+    def undivided(self, d_model: int, num_devices: int) -> list[str]:
+        """See `ShortConvSpec.undivided`."""
+        keys, values, found = self.num_key_heads, self.num_value_heads, []
+        if values % num_devices:
+            found.append(f"num_value_heads {values} of recurrent layers is not a multiple of it")
+        if keys % num_devices and num_devices % keys:
+            found.append(f"num_key_heads {keys} of recurrent layers is neither a multiple of it nor a divisor")
+        return found
 
     def own_problems(self) -> list[str | None]:
         """Returns the problems of the numbers of this kind."""
@@ -105,6 +140,7 @@ class Mamba2Spec:
     layers: of the model, counted from 0, that are such; the others have attention.
     num_key_heads: of q and of k; each serves as many of num_value_heads that follow each other.
     bias: whether the convolution of q, k and v over the last `kernel` tokens has one. eps: of the norm.
+    norm_divided: True on each of several devices that have a part of the numbers that are normalised together.
     """
 
     layers: tuple[int, ...]
@@ -115,11 +151,24 @@ class Mamba2Spec:
     kernel: int = 4
     bias: bool = True
     eps: float = 1e-5
+    norm_divided: bool = dataclasses.field(default=False, repr=False)
 
     num_channels = DeltaRuleSpec.num_channels
+    convolved = DeltaRuleSpec.convolved
     state = DeltaRuleSpec.state
     inputs = DeltaRuleSpec.inputs
     own_problems = DeltaRuleSpec.own_problems
+
+    def divided(self, d_model: int, num_devices: int) -> Mamba2Spec:
+        """See `ShortConvSpec.divided`."""
+        found = DeltaRuleSpec.divided(self, d_model, num_devices)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(found, norm_divided=self.num_key_heads < num_devices)
+
+    def undivided(self, d_model: int, num_devices: int) -> list[str]:
+        """See `ShortConvSpec.undivided`."""
+        if 1 < (keys := self.num_key_heads) and keys % num_devices:
+            return [f"num_key_heads {keys} of Mamba-2, parts that are normalised, is neither 1 nor a multiple of it"]
+        return DeltaRuleSpec.undivided(self, d_model, num_devices)  # pyright: ignore[reportArgumentType]
 
 
 RecurrentSpec = ShortConvSpec | DeltaRuleSpec | Mamba2Spec

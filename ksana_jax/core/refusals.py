@@ -127,7 +127,7 @@ REFUSALS = (
     Refusal(HOST_EMBEDDING, "distributed", "each process would send the others its rows"),
     Refusal(RECURRENT, CACHES_EVICTED, "a cached prefix of evicted blocks has no state: set it to false"),
     Refusal(RECURRENT, BRANCHES, "a row has one state, and each branch would need its own"),
-    Refusal(RECURRENT, "tensor_parallel_size", "states are not divided among devices"),
+    Refusal(RECURRENT, "distributed", "states in several processes are untested"),
     Refusal(RECURRENT, "kept_tokens", "a state does not tell which tokens it has kept", principle=True),
     Refusal(RECURRENT, BY_HEAD, "recurrent layers have no heads with a pattern", principle=True),
     Refusal("enable_lora", "tensor_parallel_size", "each device would need its part of every adapter"),

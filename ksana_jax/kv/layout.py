@@ -21,7 +21,7 @@ from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import KVGroup
-from ksana_jax.kv.leaf import Leaf
+from ksana_jax.kv.leaf import KV_HEADS, Leaf
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.kv.state_layout import StateLayout
 from ksana_jax.kv.visible_range import VisibleRange
@@ -35,8 +35,6 @@ OF_TOKENS = SCORE, TEXT_POSITION, HIDDEN, LOW = "score", "text_position", "hidde
 STATE, SUMMARY = "state", "summary"
 # Keys of an indexer, [Lg, 1, 1, B, size].
 INDEX_KEY = "index_key"
-# Axis of kv heads in the shape of each leaf, after layers and keys or values.
-KV_HEADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,11 +240,7 @@ class KVLayout:
 
     def with_heads(self, num_kv_heads: int) -> KVLayout:
         """Returns this layout with another number of kv heads."""
-
-        def changed(leaf: Leaf) -> Leaf:
-            return leaf._replace(shape=(*leaf.shape[:KV_HEADS], num_kv_heads, *leaf.shape[KV_HEADS + 1 :]))
-
-        return dataclasses.replace(self, leaves=tuple(map(changed, self.leaves)))
+        return dataclasses.replace(self, leaves=tuple(leaf.with_heads(num_kv_heads) for leaf in self.leaves))
 
     def local(self, num_devices: int) -> KVLayout:
         """Returns one device's layout of a pool that several devices share by kv head: all blocks, only its heads.

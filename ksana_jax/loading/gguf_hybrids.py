@@ -34,12 +34,13 @@ _QWEN = {
     "ssm_conv1d.weight": ("w_conv_q", "w_conv_k", "w_conv_v"),
     "ssm_out.weight": ("w_o",),
 }
-_LFM2 = {"in_proj": "w_in", "conv": "w_conv", "out_proj": "w_o"}
+_LFM2 = {"in_proj": ("w_in_b", "w_in_c", "w_in_x"), "conv": ("w_conv",), "out_proj": ("w_o",)}
 _GRANITE = {
     **_OF_HEADS,
     "ssm_in.weight": ("w_out_gate", "w_v", "w_k", "w_q", "w_decay"),
     "ssm_conv1d.weight": ("w_conv_v", "w_conv_k", "w_conv_q"),
-    "ssm_conv1d.bias": ("b_conv",),
+    "ssm_conv1d.bias": ("b_conv_v", "b_conv_k", "b_conv_q"),
+    "ssm_norm.weight": ("mamba_norm",),
     "ssm_d": ("skip",),
     "ssm_out.weight": ("w_o",),
 }
@@ -47,7 +48,7 @@ _KIMI = {f"attn_{part}": f"w_{part}" for part in "qkv"} | {f"ssm_conv1d_{part}":
 _KIMI |= {"ssm_f_a": "w_decay_a", "ssm_f_b": "w_decay", "ssm_g_a": "w_out_gate_a", "ssm_g_b": "w_out_gate"}
 _KIMI |= {"ssm_beta": "w_beta", "attn_output": "w_o"}
 RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
-    "lfm2": {f"shortconv.{name}.weight": (field,) for name, field in _LFM2.items()},
+    "lfm2": {f"shortconv.{name}.weight": fields for name, fields in _LFM2.items()},
     "qwen3_next": _QWEN | {"ssm_ba.weight": ("w_beta", "w_decay")},
     **dict.fromkeys(TILED, _QWEN | {"ssm_beta.weight": ("w_beta",), "ssm_alpha.weight": ("w_decay",)}),
     "granitemoehybrid": _GRANITE,
@@ -156,6 +157,8 @@ def stored_shape(config: ModelConfig, name: str, shape: tuple[int, ...], recurre
         return config.num_heads, *sizes
     if recurrent and "conv" in name and len(shape) == 3:
         return (1, shape[0], 1, shape[2]) if name.startswith("ssm_conv1d_") else (shape[0], shape[2])
+    if name == "ssm_a" and config.family == "kimi_linear":
+        return 1, 1, *shape, 1
     if isinstance(spec, Mamba2Spec) and name in ("ssm_a", "ssm_d", "ssm_norm.weight"):
         return (spec.num_key_heads, shape[0] // spec.num_key_heads) if name.startswith("ssm_norm") else (*shape, 1)
     return shape

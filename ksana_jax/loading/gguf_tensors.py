@@ -311,7 +311,7 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTe
 
 def adds_one(config: ModelConfig, field: str) -> bool:
     """True if converters add 1 to a weight."""
-    return config.norm == "rms_plus_one" and field.endswith("norm") and field != "delta_norm"
+    return config.norm == "rms_plus_one" and field.endswith("norm") and field not in ("delta_norm", "mamba_norm")
 
 
 def is_tiled(config: ModelConfig) -> bool:

@@ -21,9 +21,10 @@ from ksana_jax.loading.quantised.tensor import QuantisedTensor
 from ksana_jax.loading.stored_tensor import CHUNK_BYTES, StoredTensor
 from ksana_jax.loading.views import PartOfTensor, sources_of
 from ksana_jax.models.block_matrix import FORMS, BlockMatrix
-from ksana_jax.models.params import check_quantises, is_shape, param_shapes, stated
+from ksana_jax.models.params import check_quantises, heads_of, is_shape, param_shapes, stated
 from ksana_jax.native.shapes import BLOCK
 from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share, share
+from ksana_jax.sharding.specs import layer_of
 
 logger = logging.getLogger("ksana_jax")
 _IN_BLOCKS = ", ".join(name for name in FORMS if not name.startswith(("int", "fp8")))
@@ -66,7 +67,11 @@ def keeping(
         serves |= field == "embed" and embedding_device == "device"
         if not serves:
             continue
-        part = share(field, shape, 0, num_devices, config.num_kv_heads) if num_devices > 1 else WHOLE_WEIGHT
+        part = (
+            share(field, shape, 0, num_devices, heads_of(field, layer_of(path, config)))
+            if num_devices > 1
+            else WHOLE_WEIGHT
+        )
         columns, forms = len(range(shape[-1])[part.columns]), {stored.form for stored in tensors}
         first = tensors[0]
         if len(forms) > 1:

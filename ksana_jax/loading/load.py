@@ -336,6 +336,8 @@ def read_weight(
     """
     if share != WHOLE_WEIGHT and len(tensors) > 1 and not share.stacked:
         raise ConfigError(f"a weight stacked from {len(tensors)} tensors, such as {tensors[0].name}, cannot be divided")
+    if share != WHOLE_WEIGHT and len(tensors[0].shape) > len(shape):  # a few numbers, with dimensions of 1
+        return read_weight(tensors, shape, dtype)[share.rows]
     host = aligned_empty(share.shape(shape), dtype)
     of_one = share._replace(stacked=False).shape(tensors[0].shape)
     for stored, part in zip(tensors, host.reshape(len(tensors), *(of_one or (1,))), strict=True):

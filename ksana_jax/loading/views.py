@@ -102,7 +102,8 @@ def sources_of(config: ModelConfig) -> list[WeightSource]:
         elif "{}" in name:
             source = WeightSource({name.format(i): shape[1:] for i in range(shape[0])})
         else:
-            source = WeightSource({name: shape})
+            stored = family.stored_shapes.get(field, shape)
+            source = WeightSource({name: tuple(shape[0] if n < 0 else n for n in stored)})
         if layer is not None and field in ROTATED and not recurrent:
             source = _for_rotation(source, config, layer, shape)
         found.append(source._replace(field=field))

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import LayerSpec
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
-from ksana_jax.models.params import LayerParams, Params, param_shapes, stated, weight_fields
+from ksana_jax.models.params import LayerParams, Params, heads_of, param_shapes, stated, weight_fields
 
 
 def joined(params: Params, config: ModelConfig, *, consume: bool = False) -> Params:
@@ -38,9 +39,9 @@ def joined(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
 def separate(params: Params, config: ModelConfig) -> Params:
     """Undoes `joined`; weights that were not joined stay as they are."""
     layers = []
-    for p, shapes in zip(params.layers, param_shapes(config).layers, strict=True):
+    for p, shapes, spec in zip(params.layers, param_shapes(config).layers, config.layers, strict=True):
         for name, parts in stacks().items():
-            p = _without(p, name, parts, shapes, config.num_kv_heads)
+            p = _without(p, name, parts, shapes, spec)
         layers.append(p)
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -70,12 +71,12 @@ def _with(p: LayerParams, name: str, parts: Sequence[str], consume: bool) -> Lay
     return p.replace(**changes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _without(p: LayerParams, name: str, parts: Sequence[str], shapes: LayerParams, num_kv_heads: int) -> LayerParams:
+def _without(p: LayerParams, name: str, parts: Sequence[str], shapes: LayerParams, spec: LayerSpec) -> LayerParams:
     changes: dict[str, Any] = {}
     for kind in ("w", "b"):
         if (whole := getattr(p, f"{kind}_{name}")) is not None:
             num = _num_devices(jax.tree.leaves(whole)[0])
-            rows = [_local_rows(f"w_{part}", shapes, num, num_kv_heads) for part in parts]
+            rows = [_local_rows(f"w_{part}", shapes, num, spec) for part in parts]
             changes[f"{kind}_{name}"] = None
             for i, part in enumerate(parts):
                 piece = functools.partial(_piece, num, sum(rows[:i]), rows[i])
@@ -83,8 +84,8 @@ def _without(p: LayerParams, name: str, parts: Sequence[str], shapes: LayerParam
     return p.replace(**changes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _local_rows(name: str, shapes: LayerParams, num_devices: int, num_kv_heads: int) -> int:
-    return stated(name, "separation").local_rows(getattr(shapes, name)[0], num_devices, num_kv_heads)
+def _local_rows(name: str, shapes: LayerParams, num_devices: int, spec: LayerSpec) -> int:
+    return stated(name, "separation").local_rows(getattr(shapes, name)[0], num_devices, heads_of(name, spec))
 
 
 def _stack(xs: Sequence[Any], consume: bool) -> Any:

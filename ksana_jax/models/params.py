@@ -15,7 +15,7 @@ import numpy as np
 from flax.struct import field
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import NORM_PLACEMENTS, AttentionSpec, LatentSpec
+from ksana_jax.core.layer_spec import NORM_PLACEMENTS, AttentionSpec, LatentSpec, LayerSpec
 from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
@@ -34,6 +34,7 @@ ROUTER = {KEY: Weight("whole", "normal", quantises=False)}
 OF_LATENTS = {KEY: Weight("rows", "normal", quantises=False)}
 # A few numbers for each channel.
 OF_CHANNELS = {KEY: Weight("rows", "normal", quantises=False)}
+OF_HEADS = {KEY: Weight("heads", "normal", quantises=False)}
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -45,17 +46,17 @@ class LayerParams:
     """
 
     attn_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
-    w_q: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_qkv"))  # [N*H, D]
-    w_k: jax.Array | None = field(default=None, metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
-    w_v: jax.Array | None = field(default=None, metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
+    w_q: jax.Array | None = field(default=None, metadata=matrix("heads", joins="w_qkv"))  # [N*H, D]
+    w_k: jax.Array | None = field(default=None, metadata=matrix("heads", joins="w_qkv"))  # [K*H, D]
+    w_v: jax.Array | None = field(default=None, metadata=matrix("heads", joins="w_qkv"))  # [K*H, D]
     w_o: jax.Array = field(metadata=matrix("columns", starts="residual"))  # [D, N*H]
     mlp_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
     w_gate: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_gate_up"))  # [F, D]
     w_up: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_gate_up"))  # [F, D]
     w_down: jax.Array | None = field(default=None, metadata=matrix("columns", starts="residual"))  # [D, F]
     b_q: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [N*H]
-    b_k: jax.Array | None = field(default=None, metadata=vector("kv heads", "zeros"))  # [K*H]
-    b_v: jax.Array | None = field(default=None, metadata=vector("kv heads", "zeros"))  # [K*H]
+    b_k: jax.Array | None = field(default=None, metadata=vector("heads", "zeros"))  # [K*H]
+    b_v: jax.Array | None = field(default=None, metadata=vector("heads", "zeros"))  # [K*H]
     b_o: jax.Array | None = field(default=None, metadata=vector("once", "zeros"))  # [D]
     b_gate: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [F]
     b_up: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [F]
@@ -70,7 +71,7 @@ class LayerParams:
     w_gate_up: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [2*F, D]
     b_gate_up: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [2*F]
     q_proj_norm: jax.Array | None = field(default=None, metadata=vector("rows", "identity"))  # [N*H]
-    k_proj_norm: jax.Array | None = field(default=None, metadata=vector("kv heads", "identity"))  # [K*H]
+    k_proj_norm: jax.Array | None = field(default=None, metadata=vector("heads", "identity"))  # [K*H]
     w_router: jax.Array | None = field(default=None, metadata=ROUTER)  # [E, D]
     w_gate_experts: jax.Array | None = field(default=None, metadata=of_experts("rows"))  # [E, F, D]
     w_up_experts: jax.Array | None = field(default=None, metadata=of_experts("rows"))  # [E, F, D]
@@ -98,27 +99,35 @@ class LayerParams:
     index_k_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [2, head_dim]
     w_index_weights: jax.Array | None = field(default=None, metadata=ROUTER)  # [heads, D]
     w_out_gate: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [as many as w_o has columns, D]
-    # Recurrent layers, see `core.recurrent`, have w_in and w_conv instead of w_q, w_k and w_v. C: convolved channels.
+    # Short convolutions, see `ShortConvSpec`, have three matrices w_in_x and w_conv instead of w_q, w_k and w_v.
+    w_in_b: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_in"))  # [D, D]
+    w_in_c: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_in"))  # [D, D]
+    w_in_x: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_in"))  # [D, D]
+    b_in_b: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [D]
+    b_in_c: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [D]
+    b_in_x: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [D]
     w_in: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [3*D, D]
     b_in: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [3*D]
-    w_conv: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [C, 1, kernel]
-    b_conv: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [C]
+    w_conv: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [D, 1, kernel]
+    b_conv: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [D]
     # Delta rules, see `DeltaRuleSpec`, have w_q, w_k and w_v, Hk heads of queries and of keys, and Hv of values.
     w_decay: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv, D]
     w_beta: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [Hv, D]
     log_decay: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", float32=True))  # [Hv]
     b_decay: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", float32=True))  # [Hv]
-    w_conv_q: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
-    w_conv_k: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hk*key_dim, 1, kernel]
-    w_conv_v: jax.Array | None = field(default=None, metadata=OF_CHANNELS)  # [Hv*value_dim, 1, kernel]
+    w_conv_q: jax.Array | None = field(default=None, metadata=OF_HEADS)  # [Hk*key_dim, 1, kernel]
+    w_conv_k: jax.Array | None = field(default=None, metadata=OF_HEADS)  # [Hk*key_dim, 1, kernel]
+    w_conv_v: jax.Array | None = field(default=None, metadata=OF_HEADS)  # [Hv*value_dim, 1, kernel]
     delta_norm: jax.Array | None = field(default=None, metadata=vector("whole", "ones"))  # [value_dim]
-    # With a rank r: w_decay [Hv*key_dim, r], w_out_gate [Hv*value_dim, r], b_decay [Hv*key_dim], and log_decay
-    # [1, 1, Hv, 1] as Kimi's checkpoints have it.
+    # With a rank r: w_decay [Hv*key_dim, r], w_out_gate [Hv*value_dim, r], b_decay [Hv*key_dim].
     w_decay_a: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [r, D]
     w_out_gate_a: jax.Array | None = field(default=None, metadata=matrix("whole"))  # [r, D]
-    # Mamba-2, see `Mamba2Spec`, has these weights but w_beta, with a delta_norm of [Hv*value_dim], and b_conv
-    # of v, k and q one after the other.
+    # Mamba-2, see `Mamba2Spec`, has these weights but w_beta and delta_norm.
     skip: jax.Array | None = field(default=None, metadata=vector("rows", "ones", float32=True))  # [Hv]
+    mamba_norm: jax.Array | None = field(default=None, metadata=vector("rows", "ones"))  # [Hv*value_dim]
+    b_conv_q: jax.Array | None = field(default=None, metadata=vector("heads", "zeros"))  # [Hk*key_dim]
+    b_conv_k: jax.Array | None = field(default=None, metadata=vector("heads", "zeros"))  # [Hk*key_dim]
+    b_conv_v: jax.Array | None = field(default=None, metadata=vector("heads", "zeros"))  # [Hv*value_dim]
 
 
 @flax.struct.dataclass
@@ -160,6 +169,16 @@ def stated(name: str, setting: str) -> Weight:
             "ksana_jax/models/weight.py"
         )
     return weight
+
+
+def heads_of(name: str, spec: LayerSpec | None) -> int:
+    """Returns the number of heads that a field's rows belong to in a layer, if `Weight.divides` is "heads"; 1 outside
+    layers."""
+    if spec is None:
+        return 1
+    if spec.recurrent is not None:
+        return getattr(spec.recurrent, "num_key_heads" if name[-1] in "qk" else "num_value_heads", 1)
+    return spec.attention.num_heads if name == "w_q" else spec.attention.num_kv_heads
 
 
 def dtype_of(name: str, dtype: Any) -> Any:

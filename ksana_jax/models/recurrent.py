@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.core.patterns import FAR
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from ksana_jax.models.layers import Linear, rms_norm
@@ -67,30 +68,37 @@ class Mix(NamedTuple):
 
 # recur(layer, mix, x [..., D], carried) -> (out [..., W], carried): calls mix with the states of a layer.
 Recur = Callable[[int, Mix, jax.Array, Any], tuple[jax.Array, Any]]
+# Normalises rows x [..., W] of all heads, see `Operators.normed_projection`.
+NormedHeads = Callable[[jax.Array, jax.Array, NormSpec], jax.Array]
 
 
 class Kind(NamedTuple):
     """A kind of recurrent layer.
 
-    shapes: (d_model, spec) -> shapes of its weights, by field of `LayerParams`. mix: (p, spec, linear) -> `Mix`, from
-      these weights.
+    shapes: (d_model, spec) -> shapes of its weights, by field of `LayerParams`. mix: arguments of `mixer` -> `Mix`.
     """
 
     shapes: Callable[[int, Any], dict[str, tuple[int, ...]]]
-    mix: Callable[[Any, Any, Linear], Mix]
+    mix: Callable[[Any, Any, Linear, NormedHeads], Mix]
 
 
 def short_conv_shapes(d_model: int, spec: ShortConvSpec) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"w_in": (3 * d_model, d_model), "w_o": (d_model, d_model)}
-    shapes |= {"w_conv": (d_model, 1, spec.kernel)}
-    return shapes | ({"b_in": (3 * d_model,), "b_o": (d_model,), "b_conv": (d_model,)} if spec.bias else {})
+    width = spec.width or d_model
+    shapes: dict[str, tuple[int, ...]] = {f"w_in_{part}": (width, d_model) for part in "bcx"}
+    shapes |= {"w_o": (d_model, width), "w_conv": (width, 1, spec.kernel)}
+    biases = {"b_o": (d_model,), "b_conv": (width,)} | {f"b_in_{part}": (width,) for part in "bcx"}
+    return shapes | (biases if spec.bias else {})
 
 
-def short_conv(p: Any, spec: ShortConvSpec, linear: Linear) -> Mix:
+def short_conv(p: Any, spec: ShortConvSpec, linear: Linear, normed_heads: NormedHeads) -> Mix:
     """See `ShortConvSpec`."""
 
     def project(x: jax.Array) -> tuple[State, jax.Array]:
-        b, c, value = jnp.split(linear(x, p.w_in, p.b_in), 3, axis=-1)
+        if p.w_in is None:
+            parts = (p.w_in_b, p.b_in_b), (p.w_in_c, p.b_in_c), (p.w_in_x, p.b_in_x)
+            b, c, value = (linear(x, w, bias) for w, bias in parts)
+        else:
+            b, c, value = jnp.split(linear(x, p.w_in, p.b_in), 3, axis=-1)
         return {"conv": b * value}, c
 
     def advance(inputs: State, gate: jax.Array | None, state: State | StatesInPlace, tokens: TextTokens):
@@ -148,15 +156,14 @@ def delta_rule_shapes(d_model: int, spec: DeltaRuleSpec) -> dict[str, tuple[int,
         "w_decay_a": (r, d_model),
         "w_decay": (channels, r),
         "b_decay": (channels,),
-        "log_decay": (1, 1, heads, 1),
     }
     return shapes | {"w_out_gate_a": (r, d_model), "w_out_gate": (values, r)}
 
 
 def mamba2_shapes(d_model: int, spec: Mamba2Spec) -> dict[str, tuple[int, ...]]:
     shapes = matrix_shapes(d_model, spec) | {"skip": (spec.num_value_heads,)}
-    shapes |= {"delta_norm": (spec.num_value_heads * spec.value_dim,)}
-    return shapes | ({"b_conv": (spec.num_channels,)} if spec.bias else {})
+    shapes |= {"mamba_norm": (spec.num_value_heads * spec.value_dim,)}
+    return shapes | ({f"b_conv_{part}": shapes[f"w_conv_{part}"][:1] for part in "qkv"} if spec.bias else {})
 
 
 class Terms(NamedTuple):
@@ -238,9 +245,16 @@ def together(
     return None if gate is None else jax.vmap(result)(outs, inputs[0], gate), matrices
 
 
-def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms: OfInputs, result: Result) -> Mix:
+def mix_matrices(
+    p: Any,
+    spec: DeltaRuleSpec | Mamba2Spec,
+    linear: Linear,
+    terms: OfInputs,
+    result: Result,
+    finish: Callable[[jax.Array], jax.Array] | None = None,
+) -> Mix:
     """Returns a layer with a matrix per head. Terms and result get convolved q, k and v in the model's type; decay,
-    beta and gate before their functions, in float32."""
+    beta and gate before their functions, in float32. finish: changes the results [T, W] of all tokens together."""
 
     def product(x: jax.Array, narrow: Any, w: Any) -> jax.Array:
         return linear(x if narrow is None else linear(x, narrow), w)
@@ -254,8 +268,7 @@ def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms
 
     def advance(inputs: State, gate: jax.Array | None, state: State | StatesInPlace, tokens: TextTokens):
         taps = jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
-        sizes = [len(p.w_conv_v), len(p.w_conv_v) + len(p.w_conv_k)]
-        bias = None if p.b_conv is None else jnp.concatenate(jnp.split(p.b_conv, sizes)[::-1])
+        bias = None if p.b_conv_q is None else jnp.concatenate([p.b_conv_q, p.b_conv_k, p.b_conv_v])
         gate = None if gate is None else gate.astype(jnp.float32)
         if isinstance(state, StatesInPlace):
             return state.matrices(inputs, gate, p, spec, bias, terms)
@@ -266,14 +279,15 @@ def mix_matrices(p: Any, spec: DeltaRuleSpec | Mamba2Spec, linear: Linear, terms
             tokens = tokens._replace(text=jnp.pad(tokens.text, (0, 1), constant_values=FAR), nth=nth)
         convolved, newest = causal_conv(inputs["conv"], state["conv"], tokens, taps, bias)
         given = convolved, inputs["decay"], inputs.get("beta")
-        arguments = state["matrix"], tokens.text, given, gate
+        arguments = state["matrix"][:, 0], tokens.text, given, gate
         in_turn = functools.partial(token_by_token, terms=terms, result=result)
         if tokens.num_alone is None:
             out, matrix = in_turn(*arguments)
         else:  # a loop launches kernels for each token
             at_once = functools.partial(together, terms=terms, result=result, num_alone=tokens.num_alone)
             out, matrix = jax.lax.platform_dependent(*arguments, cpu=in_turn, default=at_once)
-        return out if out is None else out[:count].astype(convolved.dtype), {"conv": newest, "matrix": matrix}
+        out = out if out is None or finish is None else finish(out)
+        return out if out is None else out[:count].astype(convolved.dtype), {"conv": newest, "matrix": matrix[:, None]}
 
     return Mix(project, advance)
 
@@ -290,7 +304,7 @@ def _to_values(x: jax.Array, spec: DeltaRuleSpec | Mamba2Spec) -> jax.Array:
     return jnp.repeat(x, spec.num_value_heads // spec.num_key_heads, axis=0)
 
 
-def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear) -> Mix:
+def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear, normed_heads: NormedHeads) -> Mix:
     """See `DeltaRuleSpec`."""
 
     def terms(numbers: jax.Array, decay: jax.Array, beta: jax.Array) -> Terms:
@@ -307,7 +321,7 @@ def delta_rule(p: Any, spec: DeltaRuleSpec, linear: Linear) -> Mix:
     return mix_matrices(p, spec, linear, terms, result)
 
 
-def mamba2(p: Any, spec: Mamba2Spec, linear: Linear) -> Mix:
+def mamba2(p: Any, spec: Mamba2Spec, linear: Linear, normed_heads: NormedHeads) -> Mix:
     """See `Mamba2Spec`."""
 
     def terms(numbers: jax.Array, decay: jax.Array, beta: None) -> Terms:
@@ -315,13 +329,18 @@ def mamba2(p: Any, spec: Mamba2Spec, linear: Linear) -> Mix:
         dt = jax.nn.softplus(decay + p.b_decay)[:, None]
         return Terms(_to_values(q, spec), _to_values(k, spec), v * dt, -jnp.exp(p.log_decay)[:, None] * dt, None)
 
-    def result(out: jax.Array, numbers: jax.Array, gate: jax.Array) -> jax.Array:
+    def gated(out: jax.Array, numbers: jax.Array, gate: jax.Array) -> jax.Array:
         out = out + p.skip[:, None] * _queries_keys_values(numbers, spec)[2]
-        gated = (out.reshape(-1) * jax.nn.silu(gate)).reshape(spec.num_key_heads, -1)
-        weight = p.delta_norm.astype(jnp.float32).reshape(gated.shape)
-        return rms_norm(gated, weight, spec.eps).reshape(-1)
+        return out.reshape(-1) * jax.nn.silu(gate)
 
-    return mix_matrices(p, spec, linear, terms, result)
+    def normed(x: jax.Array) -> jax.Array:
+        groups = x.reshape(spec.num_key_heads, -1)
+        return rms_norm(groups, weight.reshape(groups.shape), spec.eps).reshape(-1)
+
+    weight, norms = p.mamba_norm.astype(jnp.float32), NormSpec("rms", spec.eps, "before")
+    if spec.norm_divided:  # devices add up the squares of all tokens together, not token by token
+        return mix_matrices(p, spec, linear, terms, gated, lambda x: normed_heads(x, weight, norms))
+    return mix_matrices(p, spec, linear, terms, lambda *given: normed(gated(*given)))
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -341,9 +360,12 @@ def recurrent_shapes(d_model: int, spec: RecurrentSpec) -> dict[str, tuple[int, 
     return KINDS[type(spec)].shapes(d_model, spec)
 
 
-def mixer(p: Any, spec: RecurrentSpec, linear: Linear) -> Mix:
-    """Returns the function of a recurrent layer with weights p."""
-    return KINDS[type(spec)].mix(p, spec, linear)
+def mixer(p: Any, spec: RecurrentSpec, linear: Linear, normed_heads: Any = None) -> Mix:
+    """Returns the function of a recurrent layer with weights p.
+
+    normed_heads: of heads that devices divide; states need none.
+    """
+    return KINDS[type(spec)].mix(p, spec, linear, normed_heads)
 
 
 def from_the_start(spec: RecurrentSpec) -> Recur:

@@ -116,7 +116,7 @@ def recurred(
 ) -> tuple[jax.Array, Any]:
     """Returns the result of a recurrent layer before its output projection, and the state."""
     assert spec.recurrent is not None
-    mix = mixer(p, spec.recurrent, operators.linear)
+    mix = mixer(p, spec.recurrent, operators.linear, operators.normed_projection)
     return recur(index, mix, operators.normed(x, p.attn_norm, spec.norms), state)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Division = Literal["rows", "kv heads", "vocabulary", "columns", "whole", "once"]
+Division = Literal["rows", "heads", "vocabulary", "columns", "whole", "once"]
 Start = Literal["normal", "residual", "identity", "zeros", "ones"]
 KEY = "weight"  # of a field's metadata
 
@@ -18,7 +18,7 @@ class Weight(NamedTuple):
 
     divides: each device's part with `tensor_parallel_size`.
       "rows": as many rows as any other device; their products are the device's part of the result.
-      "kv heads": the same; with fewer kv heads than devices, several devices have the rows of one head.
+      "heads": the same; with fewer heads than devices, several devices have the rows of one head.
       "vocabulary": rows of its ids.
       "columns": as many columns as any other device, for its part of the argument; `Operators.summed` adds up the
         products.
@@ -41,10 +41,13 @@ class Weight(NamedTuple):
     stacked: bool = False
     float32: bool = False
 
-    def local_rows(self, num_rows: int, num_devices: int, num_kv_heads: int) -> int:
-        """Returns the number of its rows on each of several devices, unless they are rows of a vocabulary."""
-        if self.divides == "kv heads":
-            return num_rows // num_kv_heads * max(num_kv_heads // num_devices, 1)
+    def local_rows(self, num_rows: int, num_devices: int, num_heads: int) -> int:
+        """Returns the number of its rows on each of several devices, unless they are rows of a vocabulary.
+
+        num_heads: see `params.heads_of`.
+        """
+        if self.divides == "heads":
+            return num_rows // num_heads * max(num_heads // num_devices, 1)
         return num_rows // num_devices if self.divides == "rows" else num_rows
 
 

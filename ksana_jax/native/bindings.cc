@@ -275,7 +275,8 @@ ffi::Error MatricesCall(ffi::ThreadPool threads, ffi::AnyBuffer given, ffi::AnyB
   const auto dims = matrices->dimensions();
   Matrices m{};
   m.texts = TextsOf(of_texts, of_tokens);
-  m.slots = dims[0], m.layers = dims[1], m.heads = dims[2], m.k = dims[3], m.v = dims[4];
+  const size_t last = dims.size() - 1;  // a pool has an axis of 1 before that of heads
+  m.slots = dims[0], m.layers = dims[1], m.heads = dims[last - 2], m.k = dims[last - 1], m.v = dims[last];
   m.layer = *layer.typed_data(), m.kernel = convs->dimensions()[2] + 1, m.key_heads = (given.dimensions()[1] - m.heads * m.v) / (2 * m.k);
   m.given = Data(given);
   m.taps[0] = Data(q_taps), m.taps[1] = Data(k_taps), m.taps[2] = Data(v_taps), m.bias = Data(bias);

@@ -90,7 +90,8 @@ def recur(
 
     Args:
       given: [T, C], C = 2*Hk*K + H*V. taps: of queries, keys and values, [., 1, kernel]. bias: [C].
-      pools: [slots, layers, kernel - 1, C] of given's type, and float32 [slots, layers, H, K, V].
+      pools: [slots, layers, kernel - 1, C] of given's type, and float32 [slots, layers, H, K, V],
+        or with an axis of 1 before H.
 
     Returns:
       [T, H*V], and the pools.
@@ -100,11 +101,12 @@ def recur(
     """
     inputs, matrices = pools
     _check_types(given, pool=inputs, norm=heads.norm, **dict(zip("qkv", taps, strict=True)))
-    (_, _, past, c), (_, _, h, k, v), t = inputs.shape, matrices.shape, len(given)
+    (_, _, past, c), (_, _, *ones, h, k, v), t = inputs.shape, matrices.shape, len(given)
     keys, reason = (c - h * v) // 2, f"the pools are {list(inputs.shape)} and {list(matrices.shape)}"
     if keys % k or keys <= 0 or h % (keys // k) or h % heads.groups or not (heads.groups == h or heads.gate_first):
         raise ValueError(f"{keys} channels of keys of {k}, {heads.groups} groups: {reason}")
-    wanted = {"inputs": (given, (t, 2 * keys + h * v)), "pools": (matrices, (*inputs.shape[:2], h, k, v))}
+    of_pool = *inputs.shape[:2], *[1] * len(ones), h, k, v
+    wanted = {"inputs": (given, (t, 2 * keys + h * v)), "pools": (matrices, of_pool)}
     wanted |= {f"{x} taps": (w, (n, 1, past + 1)) for x, w, n in zip("qkv", taps, (keys, keys, h * v), strict=True)}
     wanted |= {"decay": (heads.decay, (t, h, heads.decay.shape[-1])), "beta": (heads.beta, (t, h))}
     wanted |= {"gate": (heads.gate, (t, h * v)), "the norm": (heads.norm, (h * v if heads.gate_first else v,))}

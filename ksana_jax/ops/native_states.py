@@ -45,7 +45,7 @@ class NativeStates(StatesInPlace):
             jnp.exp(found.g),
             beta,
             gate,
-            p.delta_norm,
+            p.mamba_norm if is_mamba else p.delta_norm,
             spec.eps,
             spec.num_key_heads if is_mamba else spec.num_value_heads,
             delta=not is_mamba,

@@ -25,7 +25,7 @@ class KVCache:
     leaves: arrays [M, ...] by name, see `kv.layout.Leaf`. On a CPU, integers hold the bits of the narrower float types.
     codec: how keys and values are encoded in them, see `KVLayout`.
     states: the slots of recurrent layers, arrays [slots, ...] by name, see `kv.state_layout`; empty without any.
-    inputs: between a step with drafts and their verification, of each recurrent layer, see `ShortConvSpec.inputs`.
+    inputs: between a step with drafts and their verification, of each recurrent layer, see `ops.states.paged_recur`.
     """
 
     leaves: dict[str, jax.Array]

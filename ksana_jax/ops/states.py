@@ -27,6 +27,9 @@ def paged_recur(
 ) -> Recur:
     """Returns a `Recur` for some layers of a step, which carries the KVCache.
 
+    A step whose drafts may be verified adds to `KVCache.inputs` what `ShortConvSpec.inputs` names, arrays
+    [1, 1, T, ...]: devices divide their last axis, the fourth, as they divide that of blocks.
+
     in_place: `NativeStates`, or None to read states from the pool and to write them back.
     """
     # Only of wide tiles with all tokens sampled may drafts be verified.
@@ -42,7 +45,8 @@ def paged_recur(
         out, cache = _advance(mix, given, cache, layer.at, (source, target), tokens, in_place)
         assert out is not None
         if keeps:
-            cache = cache.replace(inputs=(*cache.inputs, given[0]))  # pyright: ignore[reportAttributeAccessIssue]
+            kept = {name: x[None, None] for name, x in given[0].items()}
+            cache = cache.replace(inputs=(*cache.inputs, kept))  # pyright: ignore[reportAttributeAccessIssue]
         return out, cache
 
     return recur
@@ -50,7 +54,7 @@ def paged_recur(
 
 def advanced(
     cache: KVCache,
-    inputs: Sequence[dict[str, jax.Array]],
+    inputs: KVCache,
     states: Any,
     accepted: jax.Array,
     width: int,
@@ -62,7 +66,7 @@ def advanced(
     """Writes the states after the accepted tokens of a step with drafts.
 
     Args:
-      inputs: `KVCache.inputs` after the step. states: its `StateArrays`.
+      inputs: has the `KVCache.inputs` after the step. states: its `StateArrays`.
       accepted: [R] number of draft tokens accepted after the first token of each tile of `width`.
       in_place: see `paged_recur`.
     """
@@ -70,8 +74,9 @@ def advanced(
     tile = jnp.arange(len(accepted)) * width
     tokens = TextTokens(jnp.where(nth <= jnp.repeat(accepted, width), text, FAR), nth, tile + accepted, 0)
     recurrent = [(p, spec.recurrent) for p, spec in zip(layers, config.layers, strict=True) if spec.recurrent]
-    for at, ((p, spec), of_layer) in enumerate(zip(recurrent, inputs, strict=True)):
-        _, cache = _advance(mixer(p, spec, linear), (of_layer, None), cache, at, (source, target), tokens, in_place)
+    for at, ((p, spec), of_layer) in enumerate(zip(recurrent, inputs.inputs, strict=True)):
+        given = {name: x[0, 0] for name, x in of_layer.items()}
+        _, cache = _advance(mixer(p, spec, linear), (given, None), cache, at, (source, target), tokens, in_place)
     return cache
 
 

@@ -41,12 +41,13 @@ def operator_table(
       ValueError: a requested implementation does not serve.
     """
     attention, capability = choose(needs, settings.attention).name, needs.compute_capability
+    spec = config.recurrent
     used = {
         "attention": attention,
         "kv_write": attention,
         "linear": choose_linear(needs.platform, dtype, settings.linear, compute_capability=capability).name,
         "norm": choose_norm(needs.platform, dtype, kinds_of(config), settings.norm).name,
-        "recurrent": choose_recurrent(needs.platform, dtype, settings.recurrent).name if config.recurrent else None,
+        "recurrent": spec and choose_recurrent(needs.platform, dtype, spec, settings.recurrent).name,
     }
     rows = [
         OperatorRow(operator, found.name, found.needs, found.name == used[operator], why)
@@ -75,4 +76,6 @@ def _implementations(config: ModelConfig, needs: Requirements, dtype: str) -> It
     yield from (("linear", i, i.why_not(platform, dtype, capability)) for i in LINEAR_IMPLEMENTATIONS)
     yield from (("norm", i, i.unsupported(platform, dtype, kinds)) for i in NORM_IMPLEMENTATIONS)
     if config.recurrent is not None:
-        yield from (("recurrent", i, i.unsupported(platform, dtype)) for i in RECURRENT_IMPLEMENTATIONS)
+        yield from (
+            ("recurrent", i, i.unsupported(platform, dtype, config.recurrent)) for i in RECURRENT_IMPLEMENTATIONS
+        )

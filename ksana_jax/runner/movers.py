@@ -40,6 +40,7 @@ class BlockMover:
         without the processor, "none", or "auto" (`devices.capabilities`).
       placement: of the pool. Blocks on the host store each kv head once, however many devices have it.
       num_states: slots of the host for states of recurrent layers.
+      of_states: moves these, num_slots of them on the host, instead of the blocks.
 
     Attributes:
       states: moves the slots of recurrent layers, as blocks of a pool of their own; None without any.
@@ -57,16 +58,24 @@ class BlockMover:
         staging: str = "auto",
         placement: Placement = ONE_DEVICE,
         num_states: int = 0,
+        of_states: bool = False,
     ):
         self.states: BlockMover | None = None
-        if layout.states is not None and (slots := layout.of_states) is not None:
-            self.states = BlockMover(slots, layout.states.num_slots, num_states, staging)
-        self._placement, self._pool_layout = placement, placement.pool_layout(layout)
-        self._layout, self._num_blocks, self._num_slots = placement.host_layout(layout), num_blocks, num_slots
-        self._repeats = 1
-        if placement.num_devices > 1:
-            here = self._pool_layout.num_kv_heads * placement.num_local // placement.num_devices
-            self._repeats = here // self._layout.num_kv_heads
+        pool, host, states = placement.pool_layout(layout), placement.host_layout(layout), layout.states
+        if of_states:
+            assert states and pool.of_states and host.of_states
+            pool, host, places = pool.of_states, host.of_states, states.places(placement.num_devices)
+        else:
+            heads = np.arange(host.num_kv_heads)
+            heads = heads.repeat(pool.num_kv_heads * placement.num_local // placement.num_devices // len(heads))
+            places = {leaf.name: heads for leaf in host.leaves}
+            if states is not None:
+                self.states = BlockMover(layout, states.num_slots, num_states, staging, placement, of_states=True)
+        self._placement, self._pool_layout, self._layout = placement, pool, host
+        self._num_blocks, self._num_slots = num_blocks, num_slots
+        # The host's heads or channels in the order of the devices', of leaves where they differ.
+        self._places = {name: at for name, at in places.items() if not np.array_equal(at, np.arange(len(at)))}
+        self._places |= {} if self.states is None else self.states._places  # of leaves with other names
         self.reset()
         self._pool = jax.eval_shape(functools.partial(make_cache, self._pool_layout, num_blocks))
         self._compiled: dict[Any, Callable] = {}
@@ -176,7 +185,8 @@ class BlockMover:
         for slots, data in saved:
             for name, leaf in data.leaves.items():
                 heads = self._placement.to_host(leaf)
-                heads = heads if self._repeats == 1 else heads[:, :, :, :: self._repeats]
+                if (places := self._places.get(name)) is not None:
+                    heads = heads.take(np.unique(places, return_index=True)[1], axis=1 + KV_HEADS)
                 host[name][slots] = heads[: len(slots)]
 
     def _load(self, cache: KVCache, loads: np.ndarray, host: dict[str, np.ndarray] | None = None) -> KVCache:
@@ -189,8 +199,8 @@ class BlockMover:
 
     def _blocks(self, leaves: dict[str, np.ndarray]) -> KVCache:
         """Starts copies of the host's blocks to the devices; returns them as blocks of the pool."""
-        if self._repeats > 1:
-            leaves = {name: leaf.repeat(self._repeats, axis=1 + KV_HEADS) for name, leaf in leaves.items()}
+        for name in self._places.keys() & leaves.keys():
+            leaves = leaves | {name: leaves[name].take(self._places[name], axis=1 + KV_HEADS)}
         put = functools.partial(self._placement.from_host, memory_kind=self._staging)
         blocks = {name: put(leaf) for name, leaf in leaves.items()}
         data = self._pool.replace(leaves=blocks, states={})  # pyright: ignore[reportAttributeAccessIssue]

@@ -130,7 +130,7 @@ class ModelPrograms:
         given |= {"in_blocks": bool(config.kept), "compute_capability": needs.compute_capability}
         self.products = choose_linear(self.platform, dtype, settings.linear, **given)
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
-        recurrent = config.recurrent and choose_recurrent(self.platform, dtype, settings.recurrent)
+        recurrent = (spec := self._local.recurrent) and choose_recurrent(self.platform, dtype, spec, settings.recurrent)
         self.operators: Operators = placement.operators(self.products.operators(norms.load()))
         self.params = self.weights(params, consume=consume_params)
         self.num_repositioned_sinks, self.ropes = max_repositioned_sinks, layer_ropes(config, max_model_len)

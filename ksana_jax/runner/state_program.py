@@ -37,23 +37,24 @@ class StatesKey(NamedTuple):
 
 def lower_states(params: Params, cache: KVCache, *, network: Network, key: StatesKey) -> Any:
     """Lowers `advance_states`."""
-    (count, width), config = key.part, network.config
+    (count, width), config, own = key.part, network.config, params.final_norm.dtype
     assert config.recurrent is not None
     tokens, ints = count * width, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    inputs = {
-        name: jax.ShapeDtypeStruct((tokens, *shape), dtype or params.final_norm.dtype)
-        for name, (shape, dtype) in config.recurrent.inputs(config.d_model).items()
+    inputs: Any = {
+        name: jax.ShapeDtypeStruct((1, 1, tokens, of_each * network.placement.num_devices), dtype or own)
+        for name, ((of_each,), dtype) in config.recurrent.inputs(config.d_model).items()
     }
     states, accepted = StateArrays(ints((4, count)), ints((2, tokens))), ints((key.count or count,))
     run = network.jit_donating(advance_states, 1, tokens, key=key)
-    return lower(run, params, cache, (inputs,) * len(config.recurrent.layers), states, accepted)
+    of_layers = KVCache({}, cache.codec, inputs=(inputs,) * len(config.recurrent.layers))
+    return lower(run, params, cache, of_layers, states, accepted)
 
 
 def advance_states(params, cache, inputs, states, accepted, *, network: Network, key: StatesKey) -> tuple[KVCache]:
     """Writes the states after the accepted tokens of a step.
 
     Args:
-      inputs: `KVCache.inputs` after the step. states: its `StateArrays`. accepted: of `verify_runs`.
+      inputs: has the `KVCache.inputs` after the step. states: its `StateArrays`. accepted: of `verify_runs`.
     """
     if key.count is not None:
         count, width = key.part
@@ -81,5 +82,6 @@ def verify_step(runner: Any, step: StepInput, inputs: Any, hidden: jax.Array, as
         report, accepted = verify(*arguments)
         if (states := step.arrays.states) is not None:
             advance = runner._program(StatesKey.of(step.shape, key))
-            (runner.cache,) = advance(params, runner.cache, inputs, states, accepted)
+            of_layers = KVCache({}, runner.cache.codec, inputs=inputs)
+            (runner.cache,) = advance(params, runner.cache, of_layers, states, accepted)
     return functools.partial(verified, Fetched(report, verification_packing(key)), part)

@@ -10,7 +10,7 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import unstated
-from ksana_jax.models.params import param_shapes, stated, weights_of
+from ksana_jax.models.params import heads_of, param_shapes, stated, weights_of
 from ksana_jax.models.weight import Division, Weight
 from ksana_jax.sampling.sampler import GROUP
 
@@ -21,8 +21,8 @@ def check_divisible(config: ModelConfig, num_devices: int) -> None:
     """Checks that a model can be divided.
 
     Raises:
-      ConfigError: query heads, kv heads or hidden units of MLPs do not divide, or a kind of MLP does not state that it
-        does; the message has all of them.
+      ConfigError: query heads, kv heads, hidden units of MLPs, or heads or channels of recurrent layers do not divide,
+        or a kind of MLP does not state that it does; the message has all of them.
     """
     n, problems = num_devices, []
     sizes = {"num_heads": config.num_heads, "d_ff": config.d_ff}
@@ -33,6 +33,8 @@ def check_divisible(config: ModelConfig, num_devices: int) -> None:
         problems.append(f"num_kv_heads {config.num_kv_heads} is neither a multiple of it nor a divisor")
     if config.qk_norm == "projection" and norm_kind(config.norm).plus_one is None:
         problems.append(f"qk_norm 'projection' divides root mean square norms, not {config.norm!r}")
+    if config.recurrent is not None:
+        problems += config.recurrent.undivided(config.d_model, n)
     if reason := unstated(config, "divides"):
         problems.append(reason)
     if problems:
@@ -63,9 +65,11 @@ def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
     if experts is not None:
         widths = {"shared_d_ff": experts.shared_d_ff // num_devices, "plain_d_ff": experts.plain_d_ff // num_devices}
         experts = dataclasses.replace(experts, **widths)
+    recurrent = config.recurrent and config.recurrent.divided(config.d_model, num_devices)
     local = dataclasses.replace(
         config,
         experts=experts,
+        recurrent=recurrent,
         num_heads=config.num_heads // num_devices,
         num_kv_heads=max(config.num_kv_heads // num_devices, 1),
         d_ff=config.d_ff // num_devices,
@@ -80,10 +84,11 @@ def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
 def _wrong_parts(config: ModelConfig, local: ModelConfig, num_devices: int) -> Iterator[str]:
     """Compares the shapes of a device's parts of weights with the weights of the model that it computes."""
     whole, parts = param_shapes(config), param_shapes(local)
-    for weights, of_device in dict.fromkeys(((whole, parts), *zip(whole.layers, parts.layers, strict=True))):
+    of_layers = zip(whole.layers, parts.layers, config.layers, strict=True)
+    for weights, of_device, spec in dict.fromkeys(((whole, parts, None), *of_layers)):
         wanted = weights_of(of_device)
         for field, shape in weights_of(weights).items():
-            mine = share(field, shape, 0, num_devices, config.num_kv_heads)
+            mine = share(field, shape, 0, num_devices, heads_of(field, spec))
             found = mine.shape(shape)
             if found != wanted[field]:
                 yield f"a part of {field} {list(shape)} is {list(found)}, a device needs {list(wanted[field])}"
@@ -91,12 +96,14 @@ def _wrong_parts(config: ModelConfig, local: ModelConfig, num_devices: int) -> I
 
 def pool_layout(layout: KVLayout, num_devices: int) -> KVLayout:
     """Returns the layout of the pools of all devices together. Each has a kv head, which several may share."""
-    return layout.with_heads(max(layout.num_kv_heads, num_devices))
+    found = layout.with_heads(max(layout.num_kv_heads, num_devices))
+    return dataclasses.replace(found, states=layout.states and layout.states.of_devices(num_devices))
 
 
 def local_layout(layout: KVLayout, num_devices: int) -> KVLayout:
     """Returns the layout of one device's pool."""
-    return pool_layout(layout, num_devices).local(num_devices)
+    found = pool_layout(layout, num_devices).local(num_devices)
+    return dataclasses.replace(found, states=layout.states and layout.states.of_devices(num_devices, each=True))
 
 
 class Share(NamedTuple):
@@ -129,13 +136,13 @@ def division(field: str) -> Division:
     return stated(field, SETTING).divides
 
 
-def share(field: str, shape: Sequence[int], device: int, num_devices: int, num_kv_heads: int) -> Share:
+def share(field: str, shape: Sequence[int], device: int, num_devices: int, num_heads: int) -> Share:
     """Returns the part of a weight [out, in] or [out] that a device has.
 
     Args:
       field: of Params or LayerParams. shape: of the whole weight, or stack of weights.
       device: index in [0, num_devices).
-      num_kv_heads: K of the model.
+      num_heads: see `heads_of`.
 
     Raises:
       ConfigError: the field states nothing.
@@ -144,11 +151,11 @@ def share(field: str, shape: Sequence[int], device: int, num_devices: int, num_k
     if weight.divides in ("whole", "once"):
         return WHOLE_WEIGHT
     if weight.stacked:
-        return _share(weight, shape[1:], device, num_devices, num_kv_heads)._replace(stacked=True)
-    return _share(weight, shape, device, num_devices, num_kv_heads)
+        return _share(weight, shape[1:], device, num_devices, num_heads)._replace(stacked=True)
+    return _share(weight, shape, device, num_devices, num_heads)
 
 
-def _share(weight: Weight, shape: Sequence[int], device: int, num_devices: int, num_kv_heads: int) -> Share:
+def _share(weight: Weight, shape: Sequence[int], device: int, num_devices: int, num_heads: int) -> Share:
     if weight.divides == "columns":
         width = shape[1] // num_devices
         return Share(slice(None), slice(device * width, (device + 1) * width))
@@ -156,7 +163,7 @@ def _share(weight: Weight, shape: Sequence[int], device: int, num_devices: int, 
         size = local_vocabulary(shape[0], num_devices)
         start, end = (min(at * size, shape[0]) for at in (device, device + 1))
         return Share(slice(start, end), padding=size - (end - start))
-    if weight.divides == "kv heads" and num_kv_heads < num_devices:
-        device = device * num_kv_heads // num_devices
-    size = weight.local_rows(shape[0], num_devices, num_kv_heads)
+    if weight.divides == "heads" and num_heads < num_devices:
+        device = device * num_heads // num_devices
+    size = weight.local_rows(shape[0], num_devices, num_heads)
     return Share(slice(device * size, (device + 1) * size))

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import LayerSpec
 from ksana_jax.kv.layout import KV_HEADS
 from ksana_jax.models.params import LayerParams, Params, stated, weight_fields
 from ksana_jax.ops.pool import KVCache
@@ -16,7 +18,8 @@ from ksana_jax.sharding.shares import SETTING
 
 # Name of the mesh's axis.
 AXIS = "tensor"
-# Specs of replicated arrays, and of the pool's leaves [M, *shape], whose KV heads are divided.
+# Specs of replicated arrays, and of the pool's leaves [M, *shape], whose KV heads are divided; of states, heads or
+# channels.
 EVERYWHERE = PartitionSpec()
 BY_HEAD = PartitionSpec(*[None] * (1 + KV_HEADS), AXIS)
 
@@ -26,6 +29,11 @@ def field_of(path: Any) -> str:
     names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
     fields = weight_fields()
     return next(name for name in reversed(names) if name in fields)
+
+
+def layer_of(path: Any, config: ModelConfig) -> LayerSpec | None:
+    """Returns the layer of a model that a path in Params leads into; None outside layers."""
+    return config.layers[path[1].idx] if path[0].name == "layers" else None
 
 
 def spec_of_weight(path: Any, shape: Sequence[int]) -> PartitionSpec:

@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.kv.layout import KV_HEADS, KVLayout
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.params import Params
+from ksana_jax.models.params import Params, heads_of
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.sharding.operators import DividedOperators
 from ksana_jax.sharding.placement import Placement
 from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share, local_layout, local_model, pool_layout, share
-from ksana_jax.sharding.specs import AXIS, BY_HEAD, EVERYWHERE, field_of, spec_of_weight, specs_of
+from ksana_jax.sharding.specs import AXIS, BY_HEAD, EVERYWHERE, field_of, layer_of, spec_of_weight, specs_of
 from ksana_jax.sharding.vocabulary import DividedVocabulary
 
 # The axis of kv heads in a leaf of the pool.
@@ -108,13 +108,14 @@ class TensorParallel(Placement):
         return self.weight(config, path, weight.shape, functools.partial(_taken, weight))
 
     def weight(self, config: ModelConfig, path: Any, shape: tuple[int, ...], read: Callable[[Share], Any]) -> Any:
-        divided, parts = spec_of_weight(path, shape) != EVERYWHERE, []
+        divided, parts, field = spec_of_weight(path, shape) != EVERYWHERE, [], field_of(path)
+        num_heads = heads_of(field, layer_of(path, config))
         for index, device in enumerate(self.mesh.devices.flat):
             if device not in self._here:
                 continue
             mine = WHOLE_WEIGHT
             if divided:
-                mine = share(field_of(path), shape, index, self.num_devices, config.num_kv_heads)
+                mine = share(field, shape, index, self.num_devices, num_heads)
             part = read(mine)
             if not isinstance(part, jax.ShapeDtypeStruct):
                 part = jax.block_until_ready(jax.device_put(part, device))

@@ -25,7 +25,7 @@ JOINED |= {f"b{name[1:]}" for name in JOINED}
 
 def test_every_field_states_how_features_treat_its_weight():
     assert {name: w for name, w in weight_fields().items() if not isinstance(w, Weight)} == {}
-    assert JOINED == {"w_qkv", "b_qkv", "w_gate_up", "b_gate_up"}
+    assert JOINED == {"w_qkv", "b_qkv", "w_gate_up", "b_gate_up", "w_in", "b_in"}
 
 
 NAMES = ("everything", "after", "parallel", "experts", "clamped", "latent", "dense_latent")

@@ -8,12 +8,14 @@ import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec
+from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec
 from ksana_jax.kv.model_layout import layout_of
-from ksana_jax.models.params import init_params, is_shape, param_shapes
+from ksana_jax.kv.state_layout import state_layout
+from ksana_jax.models.params import heads_of, init_params, is_shape, param_shapes
 from ksana_jax.runner.planner import plan
 from ksana_jax.runner.planner.step_memory import NO_STEP
 from ksana_jax.sharding.shares import local_layout, local_model, local_vocabulary, pool_layout, share
-from ksana_jax.sharding.specs import field_of, specs_of
+from ksana_jax.sharding.specs import field_of, layer_of, specs_of
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, d_model=4096, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336
@@ -26,7 +28,8 @@ def parts(model: ModelConfig, num_devices: int):
     local = jax.tree.leaves(param_shapes(local_model(model, num_devices)), is_leaf=is_shape)
     for (path, shape), part in zip(whole, local, strict=True):
         field = field_of(path)
-        yield field, shape, part, [share(field, shape, d, num_devices, model.num_kv_heads) for d in range(num_devices)]
+        heads = heads_of(field, layer_of(path, model))
+        yield field, shape, part, [share(field, shape, d, num_devices, heads) for d in range(num_devices)]
 
 
 @pytest.mark.parametrize("qk_norm", ["head", "projection"])
@@ -97,6 +100,23 @@ def test_a_plan_is_one_of_each_device():
     assert [change.name for change in one.changes] == [change.name for change in several.changes]
     host = next(change for change in several.changes if change.name == "embedding on the host")
     assert host.max_kv_tokens > several.max_kv_tokens
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_states_are_divided_by_head_and_planned_on_each_device(num_devices):
+    model = dataclasses.replace(LLAMA_8B, recurrent=DeltaRuleSpec((0,), 16, 32, 128, 128))
+    one, several = (plan(model, "h200", step=NO_STEP, tensor_parallel_size=n) for n in (1, num_devices))
+    assert several.state_bytes_per_request * num_devices == one.state_bytes_per_request > 0
+    for keys in (16, 4, 1):
+        of_keys = dataclasses.replace(model, recurrent=Mamba2Spec((0,), keys, 32, 128, 128))
+        if 1 < keys < num_devices:
+            of_keys = dataclasses.replace(model, recurrent=DeltaRuleSpec((0,), keys, 32, 128, 128))
+        whole, local = (state_layout(m, "float32", 3) for m in (of_keys, local_model(of_keys, num_devices)))
+        assert whole is not None and local is not None
+        assert whole.of_devices(num_devices, each=True).leaves == local.leaves
+        conv = whole.places(num_devices)["conv"]
+        assert {*conv.tolist()} == {*range(whole.leaves[0].shape[-1])}
+        assert len(conv) == num_devices * local.leaves[0].shape[-1]
 
 
 def test_a_plan_refuses_what_an_engine_would():

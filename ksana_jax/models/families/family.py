@@ -87,6 +87,7 @@ class Family:
       norm_names: by placement of norms, names that take the place of those in layer_names.
       plain_names: names that take the place of those in layer_names, in layers without experts among others.
       recurrent_names: the same in recurrent layers.
+      stored_shapes: shapes of tensors of weights [n] that have dimensions of 1 besides, by field; -1 stands for n.
       layer_prefix: what names of layers begin with; {} is the layer.
       renamed: what some versions of transformers write instead of the beginning of a name: regular expression, and the
         beginning that is used here.
@@ -114,6 +115,7 @@ class Family:
     norm_names: Mapping[str, Mapping[str, Name]] = dataclasses.field(default_factory=dict)
     plain_names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
     recurrent_names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
+    stored_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     layer_prefix: str = "model.layers.{}."
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     buffers: str = BUFFERS

@@ -24,14 +24,15 @@ NAMES: dict[str, Name] = {
 }
 IN = View("mamba.in_proj.weight", ("w_out_gate", "w_v", "w_k", "w_q", "w_decay"))
 CONV = View("mamba.conv1d.weight", ("w_conv_v", "w_conv_k", "w_conv_q"))
+CONV_BIAS = View("mamba.conv1d.bias", ("b_conv_v", "b_conv_k", "b_conv_q"))
 MAMBA_NAMES: dict[str, Name] = {
     **dict.fromkeys(IN.fields, IN),
     **dict.fromkeys(CONV.fields, CONV),
-    "b_conv": "mamba.conv1d.bias",
+    **dict.fromkeys(CONV_BIAS.fields, CONV_BIAS),
     "log_decay": "mamba.A_log",
     "b_decay": "mamba.dt_bias",
     "skip": "mamba.D",
-    "delta_norm": "mamba.norm.weight",
+    "mamba_norm": "mamba.norm.weight",
     "w_o": "mamba.out_proj.weight",
 }
 

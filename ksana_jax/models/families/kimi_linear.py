@@ -122,6 +122,7 @@ KIMI_LINEAR = Family(
     layer_names=NAMES,
     plain_names=routing.PLAIN_NAMES,
     recurrent_names=DELTA_NAMES,
+    stored_shapes={"log_decay": (1, 1, -1, 1)},
     # transformers 5.24 saves the MLPs of layers without experts by the name of those with them.
     renamed={r"(model\.layers\.\d+\.)block_sparse_moe\.(gate|up|down)_proj": r"\1mlp.\2_proj"},
     fields=FIELDS,

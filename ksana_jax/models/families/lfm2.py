@@ -6,7 +6,7 @@ from typing import Any
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.recurrent import ShortConvSpec
-from ksana_jax.models.families.family import LAYER_NAMES, TOP_NAMES, Family
+from ksana_jax.models.families.family import LAYER_NAMES, TOP_NAMES, Family, Name, View
 from ksana_jax.models.families.fields import MAX_LAYERS, Fields
 
 NAMES = LAYER_NAMES | {
@@ -19,9 +19,11 @@ NAMES = LAYER_NAMES | {
     "w_up": "feed_forward.w3.weight",
     "w_down": "feed_forward.w2.weight",
 }
-CONV_NAMES = {
-    "w_in": "conv.in_proj.weight",
-    "b_in": "conv.in_proj.bias",
+IN = View("conv.in_proj.weight", ("w_in_b", "w_in_c", "w_in_x"))
+IN_BIAS = View("conv.in_proj.bias", ("b_in_b", "b_in_c", "b_in_x"))
+CONV_NAMES: dict[str, Name] = {
+    **dict.fromkeys(IN.fields, IN),
+    **dict.fromkeys(IN_BIAS.fields, IN_BIAS),
     "w_conv": "conv.conv.weight",
     "b_conv": "conv.conv.bias",
     "w_o": "conv.out_proj.weight",

@@ -11,6 +11,7 @@ from ksana_jax import LLM
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.loading.load import load_model, open_model
 from ksana_jax.models.block_matrix import BlockMatrix, PackedBlocks
+from ksana_jax.models.params import heads_of
 from ksana_jax.ops.weight_packing import packed, unpacked
 from ksana_jax.sharding.placing import place_on
 from ksana_jax.sharding.shares import share
@@ -58,7 +59,7 @@ def test_each_device_has_the_numbers_of_its_part_packed_or_not(tmp_path):
         for device in range(2):
             parts = matrices(on_device(params, device))
             for (name, part), (_, w) in zip(parts, matrices(whole), strict=True):
-                mine = share(name, w.shape, device, 2, config.num_kv_heads)
+                mine = share(name, w.shape, device, 2, heads_of(name, config.layers[0]))
                 wanted = np.pad(w[mine.rows, mine.columns], ((0, mine.padding), (0, 0)))
                 assert isinstance(part, form) and part.shape == wanted.shape
                 np.testing.assert_array_equal(numbers_of(part), wanted, name)
@@ -104,7 +105,7 @@ def test_experts_are_divided_too(tmp_path):
     for form, params in ((BlockMatrix, kept), (PackedBlocks, in_panels), (BlockMatrix, unpacked(in_panels))):
         for device in range(2):
             for (name, part), (_, w) in zip(stacks(on_device(params, device)), stacks(whole), strict=True):
-                mine = share(name, w.shape, device, 2, config.num_kv_heads)
+                mine = share(name, w.shape, device, 2, heads_of(name, config.layers[0]))
                 assert isinstance(part, form)
                 np.testing.assert_array_equal(numbers_of(part), w[:, mine.rows, mine.columns], name)
     (_, *one), (llm, *two) = (served(path, n, "packed") for n in (1, 2))
@@ -139,7 +140,7 @@ def test_codes_of_quantised_safetensors_are_divided(quantise, settings, tmp_path
     (_, whole), kept, num_blocks = load_model(path), read(), 0
     for device in range(2):
         for (name, part), (_, w) in zip(matrices(on_device(kept, device)), matrices(whole), strict=True):
-            mine = share(name, w.shape, device, 2, config.num_kv_heads)
+            mine = share(name, w.shape, device, 2, heads_of(name, config.layers[0]))
             num_blocks += isinstance(part, BlockMatrix)
             found = numbers_of(part) if isinstance(part, BlockMatrix) else part
             np.testing.assert_array_equal(found, np.pad(w[mine.rows, mine.columns], ((0, mine.padding), (0, 0))), name)
