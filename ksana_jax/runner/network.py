@@ -70,8 +70,8 @@ class Network:
     def kinds(self) -> tuple[int, ...]:
         """Returns for each layer the first one computed alike. Patterns are data and make no difference."""
         specs = [_without_pattern(spec) for spec in self.config.layers]
-        # Neither method knows places of single heads.
-        kinds = list(zip(specs, self.observers, self.selections, self.weight_forms, strict=True))
+        # Neither method knows places of single heads, of which there may be several for a layer.
+        kinds = list(zip(specs, self.observers, self.selections, self.weight_forms))
         return tuple(map(kinds.index, kinds))
 
     def placed(self, layers: range) -> list[tuple[tuple[int, int], Any, int]]:
