@@ -36,7 +36,7 @@ from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.prompt_scores import lower_scores
 from ksana_jax.runner.state_program import StatesKey, lower_states
 from ksana_jax.runner.step_program import lower_whole, step_whole
-from ksana_jax.runner.step_runs import LoweringInRuns, lower_in_runs
+from ksana_jax.runner.step_runs import LoweringInRuns, ends_of, lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, lower_choice, settings_packing
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.runner.verification import VerificationKey, lower_trees, lower_verification
@@ -240,7 +240,7 @@ class ModelPrograms:
         return self._lowering(key)()
 
     def _lowering(self, key: Any) -> Lowering:
-        params, head = self.params, self.head
+        ends, head = ends_of(self.params), self.head
         if isinstance(key, StepShape):
             if not self._tuning.layers_of_program:
                 return self._lowering_whole(key)
@@ -252,16 +252,16 @@ class ModelPrograms:
         if isinstance(key, VerificationKey):
             if key.tree:
                 groups = len(self.layout.groups)
-                return Lowering(lower_trees, params, self.cache, head=head, num_groups=groups, key=key)
-            return Lowering(lower_verification, params, head=head, key=key)
+                return Lowering(lower_trees, ends, self.cache, head=head, num_groups=groups, key=key)
+            return Lowering(lower_verification, ends, head=head, key=key)
         if isinstance(key, StatesKey):
-            return Lowering(lower_states, params, self.cache, network=self.network, key=key)
+            return Lowering(lower_states, self.params, self.cache, network=self.network, key=key)
         kind, size, *rest = key
         if kind == "score":
-            return Lowering(lower_scores, params, head=head, num_tokens=size, num_top=rest[0])
-        hidden = jax.ShapeDtypeStruct((size, self.config.d_model), params.final_norm.dtype)
+            return Lowering(lower_scores, ends, head=head, num_tokens=size, num_top=rest[0])
+        hidden = jax.ShapeDtypeStruct((size, self.config.d_model), ends.final_norm.dtype)
         settings = dict(zip(("count", "samples", "dense", "masks", "num_top"), rest, strict=True))
-        return Lowering(lower_choice, params, hidden, head=head, **settings)
+        return Lowering(lower_choice, ends, hidden, head=head, **settings)
 
     def _compile(self, key: Any) -> Callable:
         self._compiled[key] = compiled(key, self._lowering(key))

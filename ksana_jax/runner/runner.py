@@ -16,6 +16,7 @@ from ksana_jax.runner.late_choice import LateChoice
 from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.runner.prompt_scores import scores_packing
 from ksana_jax.runner.state_program import verify_step
+from ksana_jax.runner.step_runs import ends_of
 from ksana_jax.runner.token_programs import bucket_of_top, report_packing, settings_packing
 from ksana_jax.runner.transfer import Fetched, started
 from ksana_jax.scheduler.step.settings import SamplingArrays
@@ -79,11 +80,11 @@ class Runner(ModelPrograms):
         self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._patterns.arrays)
         if inputs := self.cache.inputs:
             self.cache = self.cache.replace(inputs=())  # pyright: ignore[reportAttributeAccessIssue]
-        tokens = prompt_scores = None
+        tokens, prompt_scores, ends = None, None, ends_of(self.params)
         if step.targets is not None:
             count, top = shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
             score_prompt = self._program(("score", count, top))
-            prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top)).result
+            prompt_scores = Fetched(score_prompt(ends, hidden, step.targets), scores_packing(count, top)).result
         dense = None if sampling is None or sampling.counts is None else tuple(sampling[-3:])
         asked = None if sampling is None else settings, dense
         num_top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
@@ -94,10 +95,10 @@ class Runner(ModelPrograms):
             choose = self.compile_sampler(sampled, step.num_sampled, *kinds, num_top)
             packing = report_packing(step.num_sampled, num_top)
             if callable(step.mask):
-                self._late = LateChoice(functools.partial(choose, self.params, sampled, *asked), step.mask, packing)
+                self._late = LateChoice(functools.partial(choose, ends, sampled, *asked), step.mask, packing)
                 tokens = self._late.result
             else:
-                self._sampled, report = choose(self.params, sampled, *asked, step.mask)
+                self._sampled, report = choose(ends, sampled, *asked, step.mask)
                 tokens = Fetched(report, packing).result
         output = started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
         if step.pools:

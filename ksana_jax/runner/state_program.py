@@ -13,6 +13,7 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.states import advanced
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.network import Network
+from ksana_jax.runner.step_runs import ends_of
 from ksana_jax.runner.transfer import Fetched
 from ksana_jax.runner.verification import VerificationKey, verification_packing, verified
 from ksana_jax.sampling.acceptance import num_before
@@ -75,7 +76,7 @@ def verify_step(runner: Any, step: StepInput, inputs: Any, hidden: jax.Array, as
     """
     params, key, part = runner.params, VerificationKey.of_step(step, num_top), step.shape.parts[0]
     mask = step.mask() if callable(step.mask) else step.mask
-    verify, arguments = runner._program(key), (params, hidden, *asked, key.drafts_of(step), mask)
+    verify, arguments = runner._program(key), (ends_of(params), hidden, *asked, key.drafts_of(step), mask)
     if key.tree:
         runner.cache, report = verify(runner.cache, step.arrays.slots, *arguments)
     else:

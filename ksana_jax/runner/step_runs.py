@@ -25,6 +25,11 @@ from ksana_jax.runner.transfer import Packing
 from ksana_jax.scheduler.step.types import StepShape
 
 
+def ends_of(params: Params) -> Params:
+    """Returns the weights outside layers: programs start sooner with these than with hundreds of arrays."""
+    return params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _Run(NamedTuple):
     """Layers that follow each other.
 
@@ -75,7 +80,7 @@ def lower_in_runs(
     packing: Packing,
 ) -> LoweredRuns:
     """Lowers a step as programs that run in sequence and together equal `lower_whole`'s."""
-    ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
+    ends = ends_of(params)
     begin = network.placement.mapped(functools.partial(step_first, network=network, packing=packing))
     x, on_device, angles, _ = jax.eval_shape(begin, ends, vector, given)
     runs = {}
@@ -148,7 +153,7 @@ class StepInRuns:
 
     def __call__(self, params: Params, cache: Any, vector: Any, given: Any, patterns: PatternArrays):
         """Runs the step; arguments and results of the program of `lower_whole`."""
-        ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
+        ends = ends_of(params)
         x, arrays, angles, settings = self._first(ends, vector, given)
         inputs: tuple[Any, ...] = ()
         for program, run, places in self._runs:
