@@ -30,6 +30,7 @@ from ksana_jax.loading.gguf_config import (
     EXPERT_COUNT,
     EXPERT_WIDTH,
     EXPERTS_USED,
+    SHARED,
     SHARED_WIDTH,
     SIZES,
     SOFT_CAPS,
@@ -37,7 +38,7 @@ from ksana_jax.loading.gguf_config import (
     WINDOW,
     gguf_config,
 )
-from ksana_jax.loading.gguf_families import LAYER_NORMS, OWN
+from ksana_jax.loading.gguf_families import LAYER_NORMS, OWN, latent_keys
 from ksana_jax.loading.gguf_hybrids import GROUPED, RECURRENT, keys_of, row_order, stored_shape, without_guessing
 from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
@@ -116,7 +117,7 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
             of_this = of_this | own_names
         if (name := of_this.get(field)) is None:
             raise ConfigError(f"{source}: GGUF files have no name here for the weight {field}")
-        if of_weight.rows is not None and config.recurrent is None:
+        if of_weight.rows is not None and config.recurrent is None and config.latent is None:
             raise ConfigError(
                 f"{source}: {field} has rows of {next(iter(of_weight.tensors))} in an order of its own; "
                 f"quantize writes only weights that are whole tensors, not {config.family}"
@@ -196,7 +197,7 @@ def _values(config: ModelConfig, field: str, stored: list[Any], shape: tuple[int
 
 
 # Architectures that are read and not written.
-WITHOUT = (*OWN, *LAYER_NORMS, "deepseek2", "minicpm3", "granitemoe")
+WITHOUT = (*OWN, *LAYER_NORMS, "minicpm3", "granitemoe")
 
 
 def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
@@ -206,7 +207,7 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
       ConfigError: GGUF has no name for its family here.
     """
     names = {family: name for name, family in ARCHITECTURES.items() if name not in WITHOUT}
-    names |= {"mistral": "llama", "mixtral": "llama"}
+    names |= {family: name for family, name in SHARED.items() if family != "olmo3"}
     if config.family not in names:
         raise ConfigError(f"GGUF files have no architecture here for {config.family}; supported: {', '.join(names)}")
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
@@ -226,11 +227,13 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
         keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn" and rope.original_max_len:
         keys["rope.scaling.original_context_length"] = rope.original_max_len
+        if config.latent:
+            keys |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
     optional = {WINDOW: max(pattern.window or 0 for pattern in patterns)}
     optional |= dict(zip(SOFT_CAPS, (config.soft_cap, config.logit_soft_cap)))
     keys |= {key: value for key, value in optional.items() if value}
-    keys |= keys_of(config)
     architecture = names[config.family]
+    keys |= latent_keys(config) if architecture == "deepseek2" else keys_of(config)
     named = {f"{architecture}.{key}": value for key, value in keys.items()}
     return architecture, {"general.architecture": architecture, "general.type": "model", **named}
 

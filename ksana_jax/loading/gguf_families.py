@@ -13,6 +13,7 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import FAMILIES
 
 EPS = "attention.layer_norm_epsilon"
@@ -149,20 +150,27 @@ def _deepseek2(keys: Values, fields: Values, tensors: Mapping[str, Any]) -> Valu
 
 
 def latent_keys(config: ModelConfig) -> Values:
-    """Returns the keys of latents and experts, without the architecture."""
+    """Returns the keys of latents and their experts, without the architecture."""
     latent, experts = config.latent, config.experts
-    assert latent is not None and experts is not None
-    found = {"attention.kv_lora_rank": latent.rank, _VALUE: latent.rank, "rope.dimension_count": latent.rotated}
+    assert latent is not None
+    found: Values = {"attention.kv_lora_rank": latent.rank, _VALUE: latent.rank, "rope.dimension_count": latent.rotated}
     found |= {} if latent.query_rank is None else {"attention.q_lora_rank": latent.query_rank}
+    found |= {f"{_KEY}_mla": latent.plain + latent.rotated, f"{_VALUE}_mla": latent.value}
+    if isinstance(config.rope, RopeConfig) and config.rope.mscale_all_dim:
+        found["rope.scaling.yarn_log_multiplier"] = config.rope.mscale_all_dim / 10
+    if experts is None:  # llama.cpp asks for these all the same
+        none = {"expert_feed_forward_length": config.d_ff, "expert_shared_count": 0}
+        return found | none | {"leading_dense_block_count": config.num_layers}
     return found | {
-        f"{_KEY}_mla": latent.plain + latent.rotated,
-        f"{_VALUE}_mla": latent.value,
         "feed_forward_length": experts.plain_d_ff or config.d_ff,
         "expert_feed_forward_length": config.d_ff,
         "expert_shared_count": experts.shared_d_ff // config.d_ff,
         "leading_dense_block_count": len(experts.plain_layers),
         "expert_weights_scale": experts.factor,
-        "expert_gating_func": 2,
+        "expert_weights_norm": experts.normalised,
+        "expert_group_count": experts.num_groups,
+        "expert_group_used_count": experts.groups_chosen,
+        "expert_gating_func": 2 if experts.scoring == "sigmoid" else 1,
     }
 
 

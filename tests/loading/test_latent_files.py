@@ -1,6 +1,7 @@
 """Checkpoints of models with latents: FP8 in blocks, layers that are no part of the model, and GGUF files that have
 heads in another form."""
 
+import dataclasses
 import json
 import shutil
 
@@ -11,8 +12,10 @@ import pytest
 import safetensors.numpy
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.gguf_file import read_gguf
 from ksana_jax.loading import load_config, load_model
-from tests.golden.cases import golden_case
+from ksana_jax.loading.gguf_export import export_gguf
+from tests.golden.cases import HERE, golden_case
 from tests.loading.gguf_converted import convert
 
 V2, V3 = "deepseek_v2-latent-rope-yarn-experts", "deepseek_v3-latent-rope-yarn-experts"
@@ -78,3 +81,25 @@ def test_gguf_files_that_cannot_be_read_right_are_refused(tmp_path):
 def test_a_file_without_a_gating_function_has_sigmoids_if_it_has_a_bias_for_the_choice(tmp_path):
     for name, kind in ((V2, "deepseek_v2"), (V3, "deepseek_v3")):
         assert load_config(convert(golden_case(name).model_dir, tmp_path / "model.gguf")).family == kind
+
+
+WRITTEN = sorted(
+    path.name for path in HERE.iterdir() if path.name.startswith(("deepseek_v2-", "deepseek_v3-", "glm4_moe", "youtu"))
+)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_model_is_written_as_the_converter_does(name, tmp_path):
+    folder = golden_case(name).model_dir
+    export_gguf(folder, out := tmp_path / "out.gguf", "F32")
+    config, params = load_model(folder)
+    found, read = load_model(out)
+    assert dataclasses.replace(found, family=config.family) == config
+    jax.tree.map(np.testing.assert_array_equal, read, jax.tree.map(lambda w: w.astype(np.float32), params))
+    if name.startswith("glm4"):  # whose converter is not written out in these tests
+        return
+    theirs, ours = (read_gguf(path) for path in (convert(folder, tmp_path / "theirs.gguf"), out))
+    assert {name: t.shape for name, t in theirs.tensors.items()} == {name: t.shape for name, t in ours.tensors.items()}
+    keys = {key: x for key, x in theirs.metadata.items() if key in ours.metadata}
+    assert keys == pytest.approx({key: ours.metadata[key] for key in keys})
+    assert all("expert" in key for key in theirs.metadata.keys() - keys)  # of dense models
