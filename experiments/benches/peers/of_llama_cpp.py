@@ -59,7 +59,7 @@ class Engine:
         while waiting or running:
             chunk: list[tuple[int, list[int], int]] = []  # request, tokens, position of the first
             room = BATCH_TOKENS
-            while waiting and free and len(prompts[waiting[-1]]) <= room:
+            while waiting and free and (not chunk or len(prompts[waiting[-1]]) <= room):
                 request = waiting.pop()
                 running[request] = free.pop()
                 chunk.append((request, prompts[request], 0))
@@ -74,7 +74,11 @@ class Engine:
         return outputs
 
     def _decode(self, chunk: list[tuple[int, list[int], int]], running: dict[int, int]) -> list[int]:
-        """Computes tokens of several requests; returns the most probable next token of each."""
+        """Computes tokens of several requests, or any number of one; returns the most probable next token of each."""
+        if len(chunk) == 1 and len(chunk[0][1]) > BATCH_TOKENS:
+            ((request, tokens, first),) = chunk
+            self._decode([(request, tokens[:BATCH_TOKENS], first)], running)
+            return self._decode([(request, tokens[BATCH_TOKENS:], first + BATCH_TOKENS)], running)
         batch, i = self.batch, 0
         for request, tokens, first in chunk:
             for position, token in enumerate(tokens, start=first):
