@@ -38,7 +38,7 @@ from ksana_jax.loading.gguf_config import (
     WINDOW,
     gguf_config,
 )
-from ksana_jax.loading.gguf_families import LAYER_NORMS, OWN, latent_keys
+from ksana_jax.loading.gguf_families import LAYER_NORMS, OWN
 from ksana_jax.loading.gguf_hybrids import GROUPED, RECURRENT, keys_of, row_order, stored_shape, without_guessing
 from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
@@ -227,13 +227,12 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
         keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn" and rope.original_max_len:
         keys["rope.scaling.original_context_length"] = rope.original_max_len
-        if config.latent:
-            keys |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
+        keys |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
     optional = {WINDOW: max(pattern.window or 0 for pattern in patterns)}
     optional |= dict(zip(SOFT_CAPS, (config.soft_cap, config.logit_soft_cap)))
     keys |= {key: value for key, value in optional.items() if value}
+    keys |= keys_of(config)
     architecture = names[config.family]
-    keys |= latent_keys(config) if architecture == "deepseek2" else keys_of(config)
     named = {f"{architecture}.{key}": value for key, value in keys.items()}
     return architecture, {"general.architecture": architecture, "general.type": "model", **named}
 

@@ -117,10 +117,11 @@ def read(fields: Values, keys: Values, recurrent: list[bool], tensors: Iterable[
 
 
 def keys_of(config: ModelConfig) -> Values:
-    """Returns the keys that a model with recurrent layers has beyond those of others, without the architecture."""
+    """Returns the keys that a model with latents or recurrent layers has beyond those of others, without the
+    architecture."""
     spec, family = config.recurrent, config.family
     if spec is None:
-        return {}
+        return {} if config.latent is None else gguf_families.latent_keys(config)
     is_own = [layer in spec.layers for layer in range(config.num_layers)]
     kv_heads = {_KV_HEADS: np.array([0 if own else config.num_kv_heads for own in is_own], np.int32)}
     if not isinstance(spec, (DeltaRuleSpec, Mamba2Spec)):
