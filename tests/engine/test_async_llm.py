@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import numpy as np
 import pytest
 
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.distributed.replicas import Replica, Replicas
+from ksana_jax.engine.engine_thread import StepNews
+from ksana_jax.engine.inflight import InflightRequests
 from tests.engine.async_serving import assert_idle, serving, settled, slow, tokens
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
 
@@ -33,16 +36,14 @@ async def test_outputs_grow_to_the_whole_unless_deltas_are_asked_for():
 
 
 async def test_a_first_token_arrives_before_the_tokens_of_older_requests():
-    async with serving(slow(make_engine())) as llm:
-        old = await llm.submit(prompt_of(4), asking(50), delta=True)
-        await anext(old)
-        new = await llm.submit(prompt_of(5), asking(5), delta=True)
-        arrivals: list[list[str]] = [[]]
-        llm.observers.append(lambda news: arrivals.append([]))
-        for name, stream in (("old", old), ("new", new)):
-            stream.listen(lambda name=name: arrivals[-1].append(name))
-        await settled(llm)
-        assert next(step for step in arrivals[1:] if "new" in step) == ["new", "old"]
+    engine, inflight, heard, requests = make_engine(), InflightRequests(), [], []
+    for name in ("old", "new"):
+        requests.append(request := engine.add_request(prompt_of(4), asking(50)))
+        inflight.open(request, 0).buffer.listener = functools.partial(heard.append, name)
+        engine.step()
+    inflight.post(StepNews(0, [request.take_delta() for request in requests], engine.first_tokens))
+    await asyncio.sleep(0)
+    assert heard == ["new", "old"]
 
 
 async def test_all_completions_of_a_prompt_arrive():
