@@ -29,6 +29,7 @@ class Chat(Bench):
     turns: int = option(8, "turns of a chat, the measured one included")
     question_tokens: int = option(128, "tokens of each question")
     answer_tokens: int = option(32, "tokens of each answer before the last turn")
+    snapshots: str = option("prompt_end", "where states of recurrent layers are cached, a key of STATE_SNAPSHOTS")
     recurrent: str = option("auto", "implementation of recurrent layers: auto, native or xla")
     seed: int = option(0, "seed of weights and questions")
 
@@ -44,7 +45,7 @@ class Chat(Bench):
         self.rng = np.random.default_rng(self.seed)
         longest = self.turns * (self.question_tokens + self.answer_tokens)
         settings = {"dtype": self.dtype, "seed": self.seed, "max_num_seqs": 1, "max_model_len": longest}
-        settings["operators"] = {"recurrent": self.recurrent}
+        settings |= {"operators": {"recurrent": self.recurrent}, "state_snapshots": {"method": self.snapshots}}
         self.llms = {
             f"{model}, {cache}": make_llm(model, **settings, enable_prefix_caching=cache == WITH)
             for model in self.models

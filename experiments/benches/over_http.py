@@ -76,7 +76,7 @@ class OverHTTP(Bench):
         yield from ((case, found[case.label]) for case in cases)
 
     def _send(self, label: str, load: Synthetic) -> Measurement:
-        made, pid = load.make(self.llm.model_config.vocab_size), self.server.pid or 0
+        made, [pid] = load.make(self.llm.model_config.vocab_size), self.processes()
         began = time.process_time(), seconds_of(pid)
         sent = self.runner.run(send_all(made, self.targets[label], max_concurrency=self.max_num_seqs))
         found = summarise(sent.times)
@@ -84,6 +84,9 @@ class OverHTTP(Bench):
         here, server = np.subtract((time.process_time(), seconds_of(pid)), began) * 1e6 / found["num_output_tokens"]
         first_s = np.array([one.ttft_s for one in sent.times])
         return {**flat(found), "here_us": float(here), "server_us": float(server), "first_s": first_s}
+
+    def processes(self) -> list[int]:
+        return [self.server.pid or 0]
 
     def close(self) -> None:
         self.runner.run(self.http.close())

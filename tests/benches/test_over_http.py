@@ -15,3 +15,4 @@ def test_the_same_requests_are_answered_both_ways(monkeypatch):
     assert inside["ttft_p50_s"] >= 0.004 and min(inside["tpot_p50_s"], over["tpot_p50_s"]) > 0.0039
     assert "added_p50_s" not in inside and over["added_p10_s"] <= over["added_p50_s"] <= over["added_p99_s"]
     assert over["server_us"] > 0
+    assert bench.processes() == [bench.server.pid]
