@@ -39,7 +39,7 @@ class StateExecutor(FakeExecutor):
 
     def __init__(self, num_slots: int, num_host: int, *given, **settings):
         self.slots, self.host_states = np.zeros(num_slots, np.uint64), np.zeros((num_host, 1), np.uint64)
-        self.rows: dict[int, list[tuple[Text, int]]] = {}
+        self.texts: dict[int, list[tuple[Text, int]]] = {}
         self.reads: list[tuple[Text, int, int]] = []
         super().__init__(*given, **settings)
 
@@ -54,13 +54,15 @@ class StateExecutor(FakeExecutor):
             assert (targets == FAR).all() and output.num_accepted is not None
             targets, of = (
                 verified,
-                np.where(nth_of_row <= output.num_accepted[np.minimum(of, len(verified) - 1)], of, FAR),
+                np.where(nth_of_row <= output.num_accepted[np.minimum(of, len(output.num_accepted) - 1)], of, FAR),
             )
         before = [0 if slot == FAR else int(self.slots[slot]) for slot in sources.tolist()]
-        rows = self.rows.pop(id(step))
-        self.reads += [(seq, count, state) for (seq, count), state in zip(rows, before, strict=False)]
-        for nth, slot in enumerate(targets[: len(rows)].tolist()):
-            self.slots[slot] = state_after(before[nth], tokens[of == nth])
+        for nth, (seq, count) in enumerate(texts := self.texts.pop(id(step))):
+            if nth and sources[nth] == targets[nth - 1] != FAR:  # the text before it, up to a snapshot
+                before[nth] = int(self.slots[sources[nth]])
+            self.reads.append((seq, count, before[nth]))
+            self.slots[targets[nth]] = state_after(before[nth], tokens[of == nth])
+        assert sorted({*of.tolist()} - {FAR}) == [*range(len(texts))]
         return output
 
     def submit_together(self, steps: Sequence[StepInput]) -> list[StepOutput]:
@@ -82,10 +84,15 @@ class StateBuilder(CheckedBuilder):
     def build(self, batch, rows):
         step, ends = super().build(batch, rows)
         pool, here = self.engine.memory.states.pool, batch.rows
-        source, target = rows.state_from[here], rows.state_to[here]
+        source, target, via = rows.state_from[here], rows.state_to[here], rows.state_via[here]
+        target = np.append(target[source != target], via[via < FAR])
         assert (pool.ref_count[target] == 1).all() and not pool.kept[target].any(), "a slot is written that others own"
-        assert not set(target[source != target].tolist()) & set(source.tolist()), "a slot is written and read"
-        self.engine.executor.rows[id(step)] = [(rows.seqs[row], int(rows.num_computed[row])) for row in here.tolist()]
+        assert not set(target.tolist()) & set(source.tolist()), "a slot is written and read"
+        assert len({*target.tolist()}) == len(target), "two texts write a slot"
+        texts = self.engine.executor.texts[id(step)] = []
+        for row in here.tolist():
+            begins = [rows.num_computed[row]] + ([rows.cache_at[row]] if rows.state_via[row] < FAR else [])
+            texts += [(rows.seqs[row], int(count)) for count in begins]
         return step, ends
 
 

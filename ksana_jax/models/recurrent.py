@@ -17,24 +17,10 @@ from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.core.patterns import FAR
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from ksana_jax.models.layers import Linear, rms_norm
+from ksana_jax.models.text_tokens import TextTokens
 
 # The state of one layer: arrays [R, ...] by name, see `ShortConvSpec.state`.
 State = dict[str, jax.Array]
-
-
-class TextTokens(NamedTuple):
-    """The tokens [T] of a step by text.
-
-    text: [T] index in [0, R) of each token's text; beyond R for padding.
-    nth: [T] number of the text's tokens before it in the step. last: [R] index of each text's last token.
-    num_alone: of the first tokens, the n-th of which is padding or text n's only one, see `together`; None if a token's
-      bits must not depend on how steps cut its text, on any device.
-    """
-
-    text: jax.Array
-    nth: jax.Array
-    last: jax.Array
-    num_alone: int | None = None
 
 
 class StatesInPlace(ABC):
@@ -121,11 +107,12 @@ def causal_conv(
     Returns:
       [T, C], and what `before` is after the step.
     """
-    num_before = before.shape[1]
+    num_before, (begins, nth) = before.shape[1], tokens.chunks
+    before = before if tokens.continues is None else before[begins]
 
     def lagged(lag: int) -> jax.Array:
-        at = jnp.clip(tokens.nth - lag + num_before, 0, num_before - 1)
-        return jnp.where((tokens.nth >= lag)[:, None], jnp.roll(x, lag, axis=0), before[tokens.text, at])
+        at = jnp.clip(nth - lag + num_before, 0, num_before - 1)
+        return jnp.where((nth >= lag)[:, None], jnp.roll(x, lag, axis=0), before[tokens.text, at])
 
     inputs = [x, *map(lagged, range(1, num_before + 1))]  # by lag
     taps = weight[:, 0].astype(jnp.float32)
@@ -188,13 +175,14 @@ Result = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def token_by_token(
-    matrices: jax.Array, text: jax.Array, inputs: Any, gate: jax.Array | None, terms: OfInputs, result: Result
+    matrices: jax.Array, texts: Any, inputs: Any, gate: jax.Array | None, terms: OfInputs, result: Result
 ) -> tuple[jax.Array | None, jax.Array]:
     """Computes tokens one after the other, each by operations of the same shapes, so that a token's bits depend on its
     text alone, not on how steps cut it.
 
     Args:
-      matrices: [R, H, K, V] states before the step, float32. text: see `TextTokens`. inputs: of terms, arrays [T, ...].
+      matrices: [R, H, K, V] states before the step, float32. texts: text and reads of `TextTokens`.
+      inputs: of terms, arrays [T, ...].
       gate: [T, W] or None.
 
     Returns:
@@ -202,12 +190,12 @@ def token_by_token(
     """
 
     def step(matrices: jax.Array, token: Any) -> tuple[jax.Array, jax.Array | None]:
-        text, given, gate = token
-        matrix, out = _advanced(matrices[text], terms(*given))
+        (text, read), given, gate = token
+        matrix, out = _advanced(matrices[read], terms(*given))
         out = None if gate is None else result(out, given[0], gate)
         return matrices.at[text].set(matrix, mode="drop"), out
 
-    matrices, rows = jax.lax.scan(step, matrices, (text, inputs, gate))
+    matrices, rows = jax.lax.scan(step, matrices, (texts, inputs, gate))
     return rows, matrices
 
 
@@ -223,7 +211,7 @@ def _advanced(matrix: jax.Array, terms: Terms) -> tuple[jax.Array, jax.Array]:
 
 def together(
     matrices: jax.Array,
-    text: jax.Array,
+    texts: Any,
     inputs: Any,
     gate: jax.Array | None,
     terms: OfInputs,
@@ -235,12 +223,12 @@ def together(
     """
     given = jax.vmap(terms)(*inputs)
     first, rest = (jax.tree.map(lambda x, at=at: x[at], given) for at in (slice(num_alone), slice(num_alone, None)))
-    before, is_own = matrices[:num_alone], (text[:num_alone] == jnp.arange(num_alone))[:, None, None, None]
+    before, is_own = matrices[:num_alone], (texts[0][:num_alone] == jnp.arange(num_alone))[:, None, None, None]
     after, outs = jax.vmap(_advanced)(before, first)
     matrices = matrices.at[:num_alone].set(jnp.where(is_own, after, before))
-    if num_alone < len(text):
-        reads = None if gate is None else gate[num_alone:]
-        more, matrices = token_by_token(matrices, text[num_alone:], rest, reads, Terms, lambda out, *_: out)
+    if num_alone < len(texts[0]):
+        texts, kept = jax.tree.map(lambda x: x[num_alone:], (texts, gate))
+        more, matrices = token_by_token(matrices, texts, rest, kept, Terms, lambda out, *_: out)
         outs = outs if more is None else jnp.concatenate([outs, more])
     return None if gate is None else jax.vmap(result)(outs, inputs[0], gate), matrices
 
@@ -279,7 +267,7 @@ def mix_matrices(
             tokens = tokens._replace(text=jnp.pad(tokens.text, (0, 1), constant_values=FAR), nth=nth)
         convolved, newest = causal_conv(inputs["conv"], state["conv"], tokens, taps, bias)
         given = convolved, inputs["decay"], inputs.get("beta")
-        arguments = state["matrix"][:, 0], tokens.text, given, gate
+        arguments = state["matrix"][:, 0], (tokens.text, tokens.reads), given, gate
         in_turn = functools.partial(token_by_token, terms=terms, result=result)
         if tokens.num_alone is None:
             out, matrix = in_turn(*arguments)

@@ -225,9 +225,16 @@ class MatricesCall {
     }
   }
 
-  // Computes some columns of a head's state through the tokens of a text.
+  // Computes some columns of a head's state through the tokens of a text, and of those that continue it.
   void Recur(HeadScratch& scratch, int64_t index) {
-    const int64_t at = index % blocks_ * kColumns, head = index / blocks_ % m_.heads, text = index / blocks_ / m_.heads;
+    const int64_t at = index % blocks_ * kColumns, head = index / blocks_ % m_.heads;
+    int64_t text = index / blocks_ / m_.heads;
+    if (m_.texts.Continues(text, m_.slots)) return;
+    do RecurText(scratch, at, head, text);
+    while (++text < m_.texts.r && m_.texts.Continues(text, m_.slots));
+  }
+
+  void RecurText(HeadScratch& scratch, int64_t at, int64_t head, int64_t text) {
     const int64_t count = m_.texts.Count(text), first = m_.texts.Last(text) + 1 - count, width = std::min<int64_t>(kColumns, m_.v - at);
     if (count == 0) return;
     const int64_t offset = head * m_.k * m_.v + at;

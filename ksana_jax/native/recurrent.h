@@ -7,7 +7,8 @@
 
 namespace ksana {
 
-// The texts of a step, whose tokens follow each other. Text r is absent if its last token is not its own.
+// The texts of a step, whose tokens follow each other. Text r is absent if its last token is not its own. It
+// continues text r - 1 if it reads the slot that the other one writes.
 struct Texts {
   int64_t t, r;
   const int32_t* of_texts;   // [3, R]: the slots that a state is read from and written to; index of the last token
@@ -17,6 +18,10 @@ struct Texts {
   int64_t Count(int64_t text) const {
     const int64_t last = Last(text);
     return of_tokens[last] == text ? of_tokens[t + last] + 1 : 0;
+  }
+  bool Continues(int64_t text, int64_t slots) const {
+    const int64_t slot = of_texts[text];
+    return text > 0 && slot >= 0 && slot < slots && slot == of_texts[r + text - 1];
   }
   bool IsPadding(int64_t token) const { return of_tokens[token] >= r; }
 };

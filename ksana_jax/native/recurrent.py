@@ -20,7 +20,8 @@ from ksana_jax.native.target import DTYPES, STORED, target
 class Texts(NamedTuple):
     """The texts of a step in a layer, int32: see `scheduler.step.per_token.StateArrays`.
 
-    of_texts: [3, R]. of_tokens: [2, T]. layer: index in the pool, a scalar.
+    of_texts: [3, R]. of_tokens: [2, T]. layer: index in the pool, a scalar. A text continues the one
+    before it if it reads the slot that the other one writes.
     """
 
     of_texts: jax.Array

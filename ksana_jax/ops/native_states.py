@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.recurrent import Mamba2Spec
-from ksana_jax.models.recurrent import OfInputs, State, StatesInPlace, TextTokens
+from ksana_jax.models.recurrent import OfInputs, State, StatesInPlace
+from ksana_jax.models.text_tokens import TextTokens
 from ksana_jax.native.recurrent import Heads, Texts, recur, short_conv
 
 

@@ -16,7 +16,8 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import FAR
 from ksana_jax.models.layers import Linear
 from ksana_jax.models.params import LayerParams
-from ksana_jax.models.recurrent import Mix, Recur, State, StatesInPlace, TextTokens, mixer
+from ksana_jax.models.recurrent import Mix, Recur, State, StatesInPlace, mixer
+from ksana_jax.models.text_tokens import TextTokens
 from ksana_jax.ops.paged import PagedLayer
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.scheduler.step.types import StepShape
@@ -34,6 +35,7 @@ def paged_recur(
     """
     # Only of wide tiles with all tokens sampled may drafts be verified.
     keeps = len(shape.parts) == 1 < shape.parts[0].width and shape.num_tokens <= shape.max_sampled
+    only_decodes = all(part.width == 1 for part in shape.parts)
     # Rows that share blocks are packed in groups.
     num_alone = shape.parts[0].count if shape.parts[0].width == 1 and not shape.shared_rows else 0
 
@@ -41,7 +43,8 @@ def paged_recur(
         layer = layers[index]
         (source, target, last, _), (text, nth) = layer.batch.states
         given = mix.project(x)
-        tokens = TextTokens(text, nth, last, num_alone)
+        continues = None if only_decodes else jnp.append(False, (source[1:] == target[:-1]) & (source[1:] < FAR))
+        tokens = TextTokens(text, nth, last, continues, num_alone)
         out, cache = _advance(mix, given, cache, layer.at, (source, target), tokens, in_place)
         assert out is not None
         if keeps:
@@ -70,9 +73,10 @@ def advanced(
       accepted: [R] number of draft tokens accepted after the first token of each tile of `width`.
       in_place: see `paged_recur`.
     """
-    (source, _, _, target), (text, nth) = states
+    of_texts, (text, nth) = states
+    source, _, _, target = of_texts[:, : len(accepted)]
     tile = jnp.arange(len(accepted)) * width
-    tokens = TextTokens(jnp.where(nth <= jnp.repeat(accepted, width), text, FAR), nth, tile + accepted, 0)
+    tokens = TextTokens(jnp.where(nth <= jnp.repeat(accepted, width), text, FAR), nth, tile + accepted, num_alone=0)
     recurrent = [(p, spec.recurrent) for p, spec in zip(layers, config.layers, strict=True) if spec.recurrent]
     for at, ((p, spec), of_layer) in enumerate(zip(recurrent, inputs.inputs, strict=True)):
         given = {name: x[0, 0] for name, x in of_layer.items()}

@@ -60,7 +60,7 @@ def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
     if layout.sealed is not None:
         arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(layout.block_size))))
     if layout.states is not None:
-        arrays = arrays._replace(states=StateArrays(ints((4, shape.num_tiles)), ints((2, tokens))))
+        arrays = arrays._replace(states=StateArrays(ints((4, shape.num_texts)), ints((2, tokens))))
     if shape.tree:
         arrays = arrays._replace(ancestors=ints((tokens,)))
     return arrays

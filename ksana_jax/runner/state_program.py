@@ -45,7 +45,7 @@ def lower_states(params: Params, cache: KVCache, *, network: Network, key: State
         name: jax.ShapeDtypeStruct((1, 1, tokens, of_each * network.placement.num_devices), dtype or own)
         for name, ((of_each,), dtype) in config.recurrent.inputs(config.d_model).items()
     }
-    states, accepted = StateArrays(ints((4, count)), ints((2, tokens))), ints((key.count or count,))
+    states, accepted = StateArrays(ints((4, key.part.num_texts)), ints((2, tokens))), ints((key.count or count,))
     run = network.jit_donating(advance_states, 1, tokens, key=key)
     of_layers = KVCache({}, cache.codec, inputs=(inputs,) * len(config.recurrent.layers))
     return lower(run, params, cache, of_layers, states, accepted)

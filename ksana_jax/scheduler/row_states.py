@@ -1,7 +1,7 @@
 """States of running rows: the slot that a row reads in its next step, the one that it writes, and snapshots.
 
 Both are the same slot until the state becomes a snapshot, or if the row begins with one: then its next step writes to
-another slot.
+another slot. A chunk that passes the end of a block whose state is cached writes that state too, to a third slot.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ksana_jax.scheduler.sequence import Rows
 
 
 class RowStates:
-    """Fills `Rows.state_from` and `Rows.state_to`.
+    """Fills `Rows.cache_at`, `Rows.state_from`, `Rows.state_to` and `Rows.state_via`.
 
-    A row owns both of its slots. Snapshots and forks are made only while two are left for each free row.
+    A row owns its slots. Snapshots and forks are made only while two are left for each free row.
 
     Args:
       policy: decides where snapshots are taken; None takes none.
@@ -39,14 +39,13 @@ class RowStates:
     def __init__(self, rows: Rows, memory: KVMemory, slots: StateSlots, policy: SnapshotPolicy | None):
         self._rows, self._slots, self._policy = rows, slots, policy
         self._memory, self._prefixes, self._size = memory, memory.prefixes, memory.block_size
-        self._cache_at = np.full(len(rows.seqs), FAR, np.int32)  # computed tokens after which the next state is cached
         self._for_forks: dict[int, int] = {}  # slots of states before the last tokens of prompts
         self._pending: dict[int, list[tuple[int, int]]] = {}  # tokens and slot of snapshots, until tokens are known
 
     @property
-    def _has_spare(self) -> bool:
-        """True if a slot is left besides those for free rows."""
-        return bool(self._slots.pool.num_available > 2 * np.count_nonzero(~self._rows.alive))
+    def _num_spare(self) -> int:
+        """Number of slots that are left besides those for free rows."""
+        return self._slots.pool.num_available - 2 * int(np.count_nonzero(~self._rows.alive))
 
     def fits(self, hit: Hit | None) -> bool:
         """True if there are slots for a sequence that starts; hit: its cached prefix, pinned."""
@@ -68,15 +67,23 @@ class RowStates:
         self._expect(row)
 
     def _plan(self, row: int) -> None:
-        r, seq, size = self._rows, self._rows.seqs[row], self._size
+        r, seq = self._rows, self._rows.seqs[row]
         assert seq is not None
-        num_prompt = (seq.num_prompt - 1) // size
-        done = int(r.num_computed[row]) // size
-        policy = self._policy if self._prefixes.enabled else None
-        found = [] if policy is None else [policy.next_block(done, num_prompt), self._fork(row)]
-        self._cache_at[row] = min((at * size for at in found if at is not None and at > done), default=FAR)
+        r.cache_at[row] = at = self._next(row, int(r.num_computed[row]))
         last = seq.num_prompt - 1
-        r.snapshot_at[row] = min(self._cache_at[row], last if seq.forks and r.num_computed[row] < last else FAR)
+        held = last if seq.forks and r.num_computed[row] < last else FAR
+        passes = at < min(held, r.num_tokens[row])
+        r.snapshot_at[row] = min(self._next(row, at) if passes else at, held)
+
+    def _next(self, row: int, num_tokens: int) -> int:
+        """Returns the least number of a row's tokens above num_tokens after which its state is cached; FAR for none."""
+        seq, size, policy = self._rows.seqs[row], self._size, self._policy
+        if policy is None or not self._prefixes.enabled:
+            return FAR
+        assert seq is not None
+        done, num_prompt = num_tokens // size, (seq.num_prompt - 1) // size
+        found = policy.next_block(done, num_prompt), self._fork(row)
+        return min((at * size for at in found if at is not None and at > done), default=FAR)
 
     def _fork(self, row: int) -> int | None:
         """Returns the blocks of a row's prompt whose keys and values were cached, if its state after them is due."""
@@ -104,7 +111,7 @@ class RowStates:
         if num_tokens == r.num_computed[row]:
             slot = int(r.state_from[row])
             if r.state_to[row] == slot:
-                if not self._has_spare:
+                if self._num_spare <= 0:
                     return None
                 r.state_to[row] = self._slots.take()
         if slot is not None:
@@ -128,11 +135,20 @@ class RowStates:
         """Lets other prompts wait for the next snapshot of a row, if its tokens are known."""
         r, seq = self._rows, self._rows.seqs[row]
         assert seq is not None
-        at = int(self._cache_at[row])
+        at = int(r.cache_at[row])
         if at < seq.num_prompt and self._is_kept(row, at):
             self._prefixes.expect_state(seq.kv, r.token_ids[row], at // self._size)
         else:
             self._prefixes.expect_no_more(seq.kv)
+
+    def split(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Takes slots for the snapshots within chunks, (row, tokens)."""
+        r = self._rows
+        for row, count in chunks:
+            end = r.num_computed[row] + count
+            # A snapshot at its end, which reaches further, may need the last spare slot.
+            if r.num_computed[row] < r.cache_at[row] < end and self._num_spare > (end == r.snapshot_at[row]):
+                r.state_via[row] = self._slots.take()
 
     def advance(self, rows: np.ndarray) -> None:
         """Records that a step has written the states of some rows, and takes the snapshots that are due."""
@@ -142,13 +158,21 @@ class RowStates:
             if slot != FAR:
                 self._slots.give_back(slot)
         r.state_from[rows] = r.state_to[rows]
-        for row in rows[r.num_computed[rows] == r.snapshot_at[rows]].tolist():
-            count, slot = int(r.num_computed[row]), None
-            if count == self._cache_at[row] and (slot := self.share(row, count)) is not None:
-                self._pending.setdefault(row, []).append((count, slot))
+        computed = r.num_computed[rows]
+        for row in rows[(computed == r.snapshot_at[rows]) | (computed >= r.cache_at[rows])].tolist():
+            count, at, taken = int(r.num_computed[row]), int(r.cache_at[row]), []
+            if (via := int(r.state_via[row])) != FAR:
+                taken.append((at, via))
+                r.state_via[row] = FAR
+            if count > at:
+                at = self._next(row, at)
+            if count == at and (slot := self.share(row, count)) is not None:
+                taken.append((count, slot))
             self._hold(row)
             self._plan(row)
-            if slot is None:
+            if taken:
+                self._pending.setdefault(row, []).extend(taken)
+            else:
                 self._expect(row)
 
     def index(self) -> None:
@@ -192,11 +216,11 @@ class RowStates:
             assert seq is not None
             if row in self._pending and seq.finish_reason is not FinishReason.ERROR:
                 self._index(row, ends=True)
-            held = {int(r.state_from[row]), int(r.state_to[row])} - {FAR}
+            held = {int(of[row]) for of in (r.state_from, r.state_to, r.state_via)} - {FAR}
             for slot in [*held, *(slot for _, slot in self._pending.pop(row, []))]:
                 self._slots.give_back(slot)
             self.end_forks(row)
-            r.state_from[row] = r.state_to[row] = FAR
+            r.state_from[row] = r.state_to[row] = r.state_via[row] = FAR
 
     def check(self, waiting: Sequence[KVState]) -> None:
         """Checks the slots that rows and waiting sequences own against the pool's counts.
@@ -205,8 +229,8 @@ class RowStates:
           AssertionError: they disagree, see `BlockManager.check` and `Tier.check`.
         """
         r = self._rows
-        pairs = zip(r.state_from[r.alive].tolist(), r.state_to[r.alive].tolist(), strict=True)
-        held = [slot for pair in pairs for slot in {*pair} - {FAR}]
+        of_rows = np.stack([r.state_from, r.state_to, r.state_via], axis=1)[r.alive].tolist()
+        held = [slot for slots in of_rows for slot in {*slots} - {FAR}]
         held += [slot for found in self._pending.values() for _, slot in found]
         held += [*self._for_forks.values(), *(kv.shared.state for kv in waiting if kv.shared if kv.shared.state != FAR)]
         swapped = [np.array([kv.swapped.state], np.int32) for kv in waiting if kv.swapped]

@@ -211,6 +211,8 @@ class Scheduler:
             decodes = decodes[rows.alive[decodes]]
         if not chunks and not len(decodes):
             return None
+        if chunks and self.states is not None:
+            self.states.split(chunks)
         batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, NO_ROWS, NO_ROWS, None, new)
         if admitted:
             batch.admitted = [row for row, _ in admitted]

@@ -130,7 +130,9 @@ class Rows:
     evict_at: [Gk, R] number of computed tokens at which each group evicts next, and where chunks end; FAR for never.
     index_at: [R] number of computed tokens at which the next full block enters the prefix index; FAR if none will.
     snapshot_at: [R] number of computed tokens of which a snapshot is taken, and where a chunk ends; FAR for none.
+    cache_at: [R] number of computed tokens after which a row's next state is cached; FAR for none. A chunk may pass it.
     state_from, state_to: [R] slots of the states that a row's next step reads and writes, see `RowStates`; FAR: none.
+    state_via: [R] slot of the state after cache_at tokens, which the next step writes in passing; FAR for none.
     is_beam: [R] see `Sequence`.
     stop_ids: [R, width] padded with -1. settings: of rows that ask for more than greedy tokens.
     """
@@ -164,7 +166,8 @@ class Rows:
         self.evict_at = np.full((num_groups, num_rows), FAR, np.int32)
         self.index_at = np.full(num_rows, FAR, np.int32)
         self.snapshot_at = np.full(num_rows, FAR, np.int32)
-        self.state_from, self.state_to = np.full((2, num_rows), FAR, np.int32)
+        self.cache_at = np.full(num_rows, FAR, np.int32)
+        self.state_from, self.state_to, self.state_via = np.full((3, num_rows), FAR, np.int32)
         self.is_beam = np.zeros(num_rows, bool)
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
         self.min_len = np.zeros(num_rows, np.int32)
@@ -214,7 +217,7 @@ class Rows:
         self.block_tables[:, row] = 0
         self.block_origins[:, row] = Origin.COMPUTED
         self.forked[row] = self.is_beam[row] = False
-        self.index_at[row] = self.snapshot_at[row] = self.evict_at[:, row] = FAR
+        self.index_at[row] = self.snapshot_at[row] = self.cache_at[row] = self.evict_at[:, row] = FAR
         self.alive[row] = False
         if seq.asks:
             self.settings.clear(row)

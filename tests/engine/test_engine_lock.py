@@ -13,7 +13,7 @@ from tests.interrupts import interrupt_some
 
 
 def test_an_exception_at_any_line_leaves_an_empty_engine_that_serves_again():
-    hit = interrupt_some(range(400, 680))
+    hit = interrupt_some(range(400, 720))
     late = hit.pop("", 0)
     assert late < 40
     places = {line.split(":")[0] for line in hit}

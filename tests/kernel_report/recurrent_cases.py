@@ -85,7 +85,7 @@ def arrays_of(kind: str, shape: StepShape) -> Layer:
 def layer_program(target: aot.Target, *, layer: Layer) -> Any:
     """Lowers a layer from its normalised inputs to the product of its output; it takes over the pool."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    texts = StateArrays(ints((4, layer.shape.num_tiles)), ints((2, layer.shape.num_tokens)))
+    texts = StateArrays(ints((4, layer.shape.num_texts)), ints((2, layer.shape.num_tokens)))
 
     def run(states, weights, x, texts):
         p, paged = LayerParams(**weights), SimpleNamespace(at=1, batch=SimpleNamespace(states=texts))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
+from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.state import KVState
@@ -52,6 +53,25 @@ def test_a_chat_finds_all_that_was_computed_however_steps_are_scheduled(settings
         cached, text = ask(llm, [*text, 5, 9], 11)
         assert cached == (len(text) - 14) // 4 * 4 * (turn > 0)
     assert llm.engine.memory.counters.snapshots == 3
+
+
+def test_a_prompt_is_one_step_whatever_of_it_is_cached():
+    llm = engine("prompt_end")
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    outputs = [llm.generate([TEXT[:n]], params, use_tqdm=False)[0] for n in (22, 31, 40)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 20, 28]
+    assert [record.num_tokens for record in llm.records] == [22, 11, 12]
+
+
+def test_a_request_that_ends_gives_back_the_slot_of_a_snapshot_under_way():
+    llm = engine("prompt_end")
+    request = llm.engine.add_request(np.array(TEXT[:40]), SamplingParams(detokenize=False))
+    llm.engine.step()  # the next one is under way
+    scheduler, pool = llm.engine.scheduler, llm.engine.memory.states.pool
+    assert scheduler.rows.state_via.min() < FAR
+    llm.engine.abort(request.request_id)
+    scheduler.check()
+    assert pool.num_used == 0
 
 
 def test_an_answer_shorter_than_a_block_leaves_the_end_of_its_prompt():

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ksana_jax.models.layers import linear
-from ksana_jax.models.recurrent import Terms, TextTokens, mixer, together, token_by_token
+from ksana_jax.models.recurrent import Terms, mixer, together, token_by_token
+from ksana_jax.models.text_tokens import TextTokens
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.states import paged_recur
 from ksana_jax.scheduler.step.per_token import StateArrays
@@ -23,13 +24,13 @@ LENGTHS = {"one": (53,), "several": (1, 16, 0, 33, 15, 0)}
 KINDS = [(True, KEYS), (True, 1), (False, 1)]
 
 
-def definition(matrices, texts, terms, delta):
+def definition(matrices, texts, terms, delta, reads=None):
     """One token after the other in float64; also a text's state after it."""
     states, rows = matrices.astype(np.float64), []
-    for n, text in enumerate(texts):
+    for n, (text, read) in enumerate(zip(texts, texts if reads is None else reads, strict=True)):
         q, k, v, g, beta = (np.float64(x[n]) for x in terms)
         for h in range(HEADS):
-            state = np.exp(g[h])[:, None] * states[text, h]
+            state = np.exp(g[h])[:, None] * states[read, h]
             u = beta[h] * (v[h] - state.T @ k[h]) if delta else v[h]
             states[text, h] = state + np.outer(k[h], u)
         rows.append([states[text, h].T @ q[h] for h in range(HEADS)])
@@ -61,7 +62,7 @@ def test_tokens_one_by_one_are_the_definition(delta, decays, name):
         def given(*x):
             return Terms(*x) if delta else Terms(*x)._replace(beta=None)
 
-        return token_by_token(matrices, text, tuple(inputs), text, given, lambda out, *_: out)
+        return token_by_token(matrices, (text, text), tuple(inputs), text, given, lambda out, *_: out)
 
     rows, states = jax.jit(run)(matrices, jax.tree.map(jax.numpy.asarray, terms))
     expected, after = definition(matrices, texts, terms, delta)
@@ -72,9 +73,10 @@ def test_tokens_one_by_one_are_the_definition(delta, decays, name):
 
 
 @pytest.mark.parametrize(("delta", "decays"), KINDS)
-@pytest.mark.parametrize("of_chunks", [(), (2, 2, 2, 2, 2, FAR, 4, 4, 4)], ids=["decodes", "decodes and chunks"])
+@pytest.mark.parametrize("of_chunks", [(), (2, 2, 2, 2, 2, FAR, 4, 4, 4), (2, 2, 2, 3, 3)], ids=str)
 def test_tokens_together_are_the_definition(delta, decays, of_chunks):
     rng, text = np.random.default_rng(6), np.array([0, 1, FAR, FAR, *of_chunks])  # padding where texts 2 and 3 would be
+    reads = np.where((text == 3) & (np.roll(text, 1) == 2), 2, text)  # text 3 continues text 2
     terms = random_terms(rng, len(text), decays)
     matrices = rng.standard_normal((5, HEADS, KEYS, VALUES)).astype(np.float32)
 
@@ -82,11 +84,12 @@ def test_tokens_together_are_the_definition(delta, decays, of_chunks):
         def given(*x):
             return Terms(*x) if delta else Terms(*x)._replace(beta=None)
 
-        return together(matrices, jnp.asarray(text), inputs, text[:, None], given, lambda out, *_: out, 4)
+        of = jnp.asarray(text), jnp.asarray(reads)
+        return together(matrices, of, inputs, text[:, None], given, lambda out, *_: out, 4)
 
     rows, states = jax.jit(run)(matrices, tuple(map(jnp.asarray, terms)))
     real = text < FAR
-    expected, after = definition(matrices, text[real], [x[real] for x in terms], delta)
+    expected, after = definition(matrices, text[real], [x[real] for x in terms], delta, reads[real])
     np.testing.assert_allclose(np.asarray(rows)[real], expected, atol=2e-5, rtol=0)
     np.testing.assert_allclose(states, after, atol=2e-5, rtol=0)
     absent = sorted({*range(5)} - {*text})
@@ -99,7 +102,7 @@ def test_a_gpu_computes_decodes_without_a_loop(parts, loops):
     mix = mixer(own_kinds.weights("gated").layers[0], config.recurrent, linear)
     shape = StepShape(tuple(TileGroup(*part) for part in parts), 1, 8)
     pool = {n: array((20, 1, *s), jnp.float32) for n, (s, _) in config.recurrent.state(config.d_model).items()}
-    texts = StateArrays(array((4, shape.num_tiles), int), array((2, shape.num_tokens), int))
+    texts = StateArrays(array((4, shape.num_texts), int), array((2, shape.num_tokens), int))
 
     def run(pool, texts, x):
         layer = SimpleNamespace(at=0, batch=SimpleNamespace(states=texts))

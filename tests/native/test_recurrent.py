@@ -11,7 +11,8 @@ import pytest
 from ksana_jax.core.patterns import FAR
 from ksana_jax.core.recurrent import DeltaRuleSpec, Mamba2Spec, ShortConvSpec
 from ksana_jax.models.layers import linear
-from ksana_jax.models.recurrent import TextTokens, mixer, recurrent_shapes
+from ksana_jax.models.recurrent import mixer, recurrent_shapes
+from ksana_jax.models.text_tokens import TextTokens
 from ksana_jax.native.recurrent import Heads, Texts, recur, short_conv
 from ksana_jax.ops.native_states import NativeStates
 from ksana_jax.ops.recurrent import choose_recurrent
@@ -148,13 +149,20 @@ def test_each_cut_of_a_prompt_gives_the_same_bits(kind, dtype):
     case = Case(kind, DIMS["odd"], dtype, length, seed=1)
     [whole], _ = [case.run(texts_of((length,), ((FAR, 3),), padding=0)[0], np.arange(length), case.pools)], None
     for cut in range(1, length):
-        pools, rows = case.pools, []
+        pools, rows, after = case.pools, [], []
         for part, slot in ((np.arange(cut), FAR), (np.arange(cut, length), 3)):
             y, pools = case.run(texts_of((len(part),), ((slot, 3),), padding=0)[0], part, pools)
             rows.append(y)
+            after.append(pools)
         np.testing.assert_array_equal(np.concatenate(rows), whole[0])
         for found, expected in zip(pools, whole[1], strict=True):
             np.testing.assert_array_equal(found, expected)
+        # In one step, with the state between both kept.
+        texts, places = texts_of((2, cut, length - cut), ((1, 1), (FAR, 6), (6, 3)), padding=0)
+        y, pools = case.run(texts, np.array([0, 1, *range(length)]), case.pools)
+        np.testing.assert_array_equal(y[places[2:]], whole[0])
+        for found, between, expected in zip(pools, *after, strict=True):
+            np.testing.assert_array_equal(found[[6, 3], LAYER], [between[3, LAYER], expected[3, LAYER]])
     # One by one, next to another text, from a slot to another and back.
     pools, rows = case.pools, []
     for token in range(length):
@@ -175,21 +183,23 @@ SPECS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("source", [5, 4], ids=["apart", "continuing"])
 @pytest.mark.parametrize("kind", SPECS)
-def test_layers_are_those_of_xla(kind, dtype):
+def test_layers_are_those_of_xla(kind, source, dtype):
     rng, spec, d, lengths = np.random.default_rng(2), SPECS[kind], 40, (4, 1, 30)
     numbers = {name: rng.standard_normal(shape) / 4 for name, shape in recurrent_shapes(d, spec).items()}
     wide = ("log_decay", "b_decay", "skip")
     weights = {name: jnp.asarray(x, "float32" if name in wide else dtype) for name, x in numbers.items()}
     absent = dict.fromkeys(("b_conv", "b_conv_q", "w_in", "w_qkv", "w_beta", "skip", "w_decay_a", "w_out_gate_a"))
-    p, (texts, places) = SimpleNamespace(**absent | weights), texts_of(lengths, ((2, 2), (FAR, 4), (5, 6)))
+    p, (texts, places) = SimpleNamespace(**absent | weights), texts_of(lengths, ((2, 2), (FAR, 4), (source, 6)))
     x = jnp.asarray(rng.standard_normal((texts.of_tokens.shape[1], d)), dtype)
     pool = {
         name: jnp.asarray(rng.standard_normal((SLOTS, LAYERS, *shape)), own or dtype)
         for name, (shape, own) in spec.state(d).items()
     }
+    continues = jnp.array([False, False, source == 4, False])
     (source, target, last), (text, nth) = texts.of_texts, texts.of_tokens
-    mix, tokens = mixer(p, spec, linear), TextTokens(text, nth, last)
+    mix, tokens = mixer(p, spec, linear), TextTokens(text, nth, last, continues)
 
     def by_xla(x, pool):
         before = {name: a.at[source, LAYER].get(mode="fill", fill_value=0) for name, a in pool.items()}

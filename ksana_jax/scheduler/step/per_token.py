@@ -50,7 +50,9 @@ def adapter_slots(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.
 
 
 class StateArrays(NamedTuple):
-    """The states of a step's texts in recurrent layers, as padded int32 arrays; R is the number of tiles, S.
+    """The states of a step's texts in recurrent layers, as padded int32 arrays; R is `StepShape.num_texts`.
+
+    A chunk with a snapshot in it is two texts: the second one reads the slot that the one before it writes.
 
     of_texts: [4, R] the slots that each text's state is read from and written to, the index in [0, T) of its last
     token, and the slot that the verification of its drafts writes to. A slot that does not exist, such as FAR, stands
@@ -64,11 +66,19 @@ class StateArrays(NamedTuple):
 
 
 def states(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> StateArrays:
-    """Returns where the states of a step's texts are; ends as in `query_numbers`."""
-    of_texts, counts = np.full((4, shape.num_tiles), FAR, np.int32), batch.num_per_row
+    """Returns where the states of a step's texts are, two for rows with a `Rows.state_via`; ends as above."""
+    counts, source, target = batch.num_per_row, rows.state_from[batch.rows], rows.state_to[batch.rows]
+    if len(batch.chunks) and len(cut := np.flatnonzero(rows.state_via[batch.rows] < FAR)):
+        via, here = rows.state_via[batch.rows[cut]], batch.rows[cut]
+        before = rows.cache_at[here] - rows.num_computed[here]
+        after = counts[cut] - before
+        source, target = np.insert(source, cut + 1, via), np.insert(target, cut, via)
+        ends, counts = np.insert(ends, cut, ends[cut] - after), np.insert(counts, cut, before)
+        counts[cut + np.arange(1, len(cut) + 1)] = after
+    of_texts = np.full((4, shape.num_texts), FAR, np.int32)
     of_texts[2] = 0
     written = 1 if batch.drafts is None else 3
-    of_texts[[0, 2, written], : len(ends)] = rows.state_from[batch.rows], ends, rows.state_to[batch.rows]
+    of_texts[[0, 2, written], : len(ends)] = source, ends, target
     nth, of_tokens_ = _nth(counts), np.zeros((2, shape.num_tokens), np.int32)
     of_tokens_[0] = FAR
     of_tokens_[:, np.repeat(ends + 1 - counts, counts) + nth] = np.repeat(np.arange(len(ends)), counts), nth

@@ -126,6 +126,11 @@ class TileGroup(NamedTuple):
     count: int
     width: int
 
+    @property
+    def num_texts(self) -> int:
+        """The most texts in them, see `per_token.StateArrays`: a snapshot may cut the text of a wide tile in two."""
+        return self.count * (1 + (self.width > 1))
+
 
 class StepShape(NamedTuple):
     """The sizes for which a step is compiled.
@@ -152,6 +157,11 @@ class StepShape(NamedTuple):
     def num_tiles(self) -> int:
         """S, the number of tiles, one-token tiles included."""
         return sum(part.count for part in self.parts)
+
+    @property
+    def num_texts(self) -> int:
+        """R of `per_token.StateArrays`."""
+        return sum(part.num_texts for part in self.parts)
 
     @property
     def num_groups(self) -> int:
