@@ -163,7 +163,7 @@ endif
 
 soak-tests:
 	@echo "== tests marked as soak"
-	@$(RUN) -m pytest -n $(WORKERS) -m soak --durations=30 --shard $(SHARD) tests $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m soak --durations=30 --shard $(SHARD) tests $(ARGS)
 
 # Kernels and programs for GPUs do not depend on the processor.
 soak-least: $(READY)
@@ -173,12 +173,12 @@ soak-least: $(READY)
 	  --ignore tests/runner/planner/test_step_memory.py tests $(ARGS)
 
 # Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
-# small machines start.
+# small machines start. Nice, because the soak tests next to them have limits of time.
 soak-warpgroups-simulations:
 	@echo "== kernels of several warpgroups in jax's interpreter"
-	@NPROC=8 $(RUN) -m pytest -k "prefill or warpgroups" --shard $(SHARD) tests/pallas_kernels tests/ops
+	@NPROC=8 nice $(RUN) -m pytest -k "prefill or warpgroups" --shard $(SHARD) tests/pallas_kernels tests/ops
 	@echo "== random simulations"
-	@$(RUN) -m tests.random_simulations --examples $(SIMULATIONS) --workers $(WORKERS)
+	@nice $(RUN) -m tests.random_simulations --examples $(SIMULATIONS) --workers $(WORKERS)
 
 # They need other versions than constraints.txt pins, and of the package only the server, which runs in its own environment.
 soak-clients: $(READY) $(CLIENTS_VENV)/.ready

@@ -32,7 +32,8 @@ class HealthSettings:
     """When a server counts as ready or dead.
 
     Args:
-      probe_every_s: time between two probes. max_missed: probes in a row without an answer after which it is dead.
+      probe_every_s: time between two probes. max_missed: probes in a row, with no part of an answer meanwhile, after
+        which it is dead.
       warm_s: time for a recovered server's share to grow to the whole.
 
     Probes have the defaults of SGLang's router. It also has a circuit breaker, which counts failed requests;
@@ -98,6 +99,10 @@ class Health:
         elif state is ServerState.DRAINING:
             self._state = ServerState.READY  # with its whole cache
         return self._state
+
+    def sent(self) -> None:
+        """Takes a part of an answer as a sign of life, as a server under load may be late for probes alone."""
+        self._missed = 0
 
     def gone(self) -> None:
         """Marks the server as dead, for example after its process has ended."""

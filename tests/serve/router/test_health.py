@@ -32,6 +32,16 @@ def test_three_probes_without_an_answer_mean_death_and_it_comes_back_cold():
     assert health.weight(6.0) == 0 and health.probe(True, 9.0) is ServerState.WARMING
 
 
+def test_parts_of_answers_keep_a_server_alive_that_is_late_for_probes():
+    health = ready()
+    for n in range(9):
+        assert health.probe(None, n) is ServerState.READY
+        health.sent()
+    assert [health.probe(None, n) for n in (10.0, 11.0, 12.0)][1:] == [ServerState.READY, ServerState.DEAD]
+    health.sent()
+    assert health.state(13.0) is ServerState.DEAD
+
+
 def test_a_server_that_says_it_is_not_ready_drains():
     health = ready()
     assert health.probe(False, 1.0) is ServerState.DRAINING and health.weight(1.0) == 0

@@ -115,7 +115,7 @@ class Exchange:
         async with server.request("POST", self._request.path, self._body, self._headers) as got:
             headers = passed_back(got)
             if got.headers.get("Content-Type", "").startswith(EVENT_STREAM) and got.status == 200:
-                return await self._stream(got, headers)
+                return await self._stream(server, got, headers)
             body = await got.read()
         answer = web.Response(body=body, status=got.status, headers=headers)
         if got.status in RETRIED:
@@ -125,10 +125,13 @@ class Exchange:
         self._tail = body[-TAIL:]
         return answer
 
-    async def _stream(self, got: aiohttp.ClientResponse, headers: Mapping[str, str]) -> web.StreamResponse:
+    async def _stream(
+        self, server: Server, got: aiohttp.ClientResponse, headers: Mapping[str, str]
+    ) -> web.StreamResponse:
         answer = web.StreamResponse(status=got.status, headers=headers)
         routed, progress, begun = self._routed, self._fleet.progress, b""
         async for data in got.content.iter_any():
+            server.health.sent()
             if begun or not data.endswith(EVENT_ENDS):
                 # Only whole events are passed on, so that an error event can follow at any time.
                 data = begun + data

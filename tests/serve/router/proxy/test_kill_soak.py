@@ -133,6 +133,7 @@ async def kill_one(client, url: str, load: OpenLoop) -> tuple[int, float]:
 
 
 @pytest.mark.soak
+@pytest.mark.xdist_group("servers")  # one at a time: each starts several
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_killed_server_costs_its_streams_and_sigterm_of_the_proxy_none():
     async def main():

@@ -129,6 +129,15 @@ async def test_a_wedged_server_is_found_by_its_probes_and_its_requests_go_elsewh
         await until(lambda: len(s.fleet.router.servers) == 2)
 
 
+async def test_a_server_that_streams_lives_whether_it_answers_probes_or_not():
+    async with scene(1) as s:
+        s.fakes[0].token_s = 0.02
+        s.fakes[0].silent = {"/ready", "/health"}
+        status, text = await s.stream(max_tokens=40)  # for 0.8 s, of which three missed probes take 0.45
+        assert status == 200 and len(events(text)) == 41 and "error" not in text
+        await until(lambda: not s.fleet.router.servers)
+
+
 async def test_a_server_that_flaps_does_not_lose_requests():
     async with scene(3) as s:
 

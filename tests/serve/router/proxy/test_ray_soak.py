@@ -16,6 +16,7 @@ from tests.lab.runs.test_on_ray import RAY
 
 
 @pytest.mark.soak
+@pytest.mark.xdist_group("servers")  # one at a time: each starts several
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_the_command_serves_until_it_is_told_to_end():
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")
@@ -62,6 +63,7 @@ def test_the_command_serves_until_it_is_told_to_end():
 
 
 @pytest.mark.soak
+@pytest.mark.xdist_group("servers")  # one at a time: each starts several
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_requests_end_while_servers_scale_die_and_are_upgraded():
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")
