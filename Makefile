@@ -112,7 +112,7 @@ peers:
 	  || echo "== llama.cpp is not installed; the other engines are" >&2
 
 wheel: $(READY)
-	@echo "== compiling for five kinds of processor, about two minutes"
+	@echo "== compiling for six kinds of processor, about two minutes"
 	@PYTHONPATH=. $(RUN) .ci/make_wheel.py dist
 
 release: $(READY)

@@ -11,6 +11,7 @@
 #include "pairs.h"
 #include "product.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace ksana {
 
@@ -20,6 +21,8 @@ constexpr int64_t kRowsOfJob = 128;
 constexpr int64_t kStrip = (kManyRegisters ? 4 : 2) * kLanes;
 // Words of a panel that are multiplied with all rows of a job before the next ones: they stay in the second cache.
 constexpr int64_t kDepth = 512;
+// The same for matrix units, which multiply 32 rows: they stay in the first cache.
+constexpr int64_t kTileDepth = 256;
 // Words that are unpacked at a time. A strip of them stays in the first cache.
 constexpr int64_t kUnpackedDepth = kLanes == 16 ? 64 : 128;
 constexpr int64_t kLine = 16;  // words that caches keep together
@@ -190,6 +193,15 @@ void MultiplyRowByCodes(const int32_t* a, const int32_t* panel, int64_t count, f
 template <typename Type>
 void MultiplyWords(const int32_t* a, int64_t inner, const int32_t* words, int64_t rows, float* sums,
                    Unpacked& unpacked) {
+  if (std::is_same_v<Type, Bfloat16> && HasTiles()) {
+    const int64_t whole = inner / 16 * 16;
+    for (int64_t at = 0; at < whole; at += kTileDepth)
+      MultiplyByTiles(a + at, inner, words + at * kPanel, rows, std::min(kTileDepth, whole - at), sums, at > 0);
+    if (whole < inner)
+      Multiply<Type>(a + whole, inner, words + whole * kPanel, kPanel, sums, kPanel, rows, inner - whole, kPanel,
+                     whole > 0);
+    return;
+  }
   if (kStrip < kPanel && rows > 1) {
     const auto unpack = [&](const int32_t* from, int64_t count) { Unpack(from, count, unpacked.words, Type{}); };
     MultiplyUnpacked<Type, 1>([a](int64_t at, int64_t) { return a + at; }, inner, words, inner, unpack, rows, sums,

@@ -21,9 +21,12 @@ class Level(NamedTuple):
 
 _V3 = frozenset("abm avx avx2 bmi1 bmi2 f16c fma movbe".split())
 _V4 = _V3 | set("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_BF16 = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
+_V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
 # The best first.
 LEVELS = (
-    Level("avx512bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V4 | {"avx512_vnni", "avx512_bf16"}),
+    Level("amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}),
+    Level("avx512bf16", _BF16, _V4_BF16),
     Level("avx512vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     Level("avx512", ("-march=x86-64-v4",), _V4),
     Level("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),

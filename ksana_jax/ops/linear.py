@@ -82,14 +82,6 @@ def _hopper() -> Operators:
     return fused_products.FusedOperators(fused_products.linear)
 
 
-def _not_packed(platform: str, dtype: str) -> str | None:
-    if reason := _not_native(platform, dtype):
-        return reason
-    if native_operators.has_matrix_units(dtype):
-        return "this CPU has matrix units for bfloat16 (AMX), which XLA's products use and these do not"
-    return None
-
-
 def _not_native(platform: str, dtype: str) -> str | None:
     if not (processor.is_arm() or {"avx2", "fma"} <= processor.features()):
         return "needs a CPU with AVX2 and FMA, or NEON, for which its tiles are made"
@@ -105,11 +97,11 @@ LINEAR_IMPLEMENTATIONS = (
     LinearImplementation(
         "packed",
         functools.partial(_native, native_operators.PackedOperators),
-        _not_packed,
+        _not_native,
         packs=True,
         fuses=True,
         row_by_row=True,
-        needs=f"{_NEEDS}; bf16: no AMX",
+        needs=_NEEDS,
     ),
     LinearImplementation("mixed", _mixed, _not_native, needs=_NEEDS),
     LinearImplementation("native", _native, _not_native, row_by_row=True, needs=_NEEDS),

@@ -10,7 +10,6 @@ from typing import Any
 import flax.struct
 import jax
 
-from ksana_jax.core import processor
 from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.block_matrix import BlockMatrix, PackedBlocks
@@ -28,9 +27,6 @@ from ksana_jax.native.shapes import PANEL
 # Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
 # with 64, and 0.6 to 1.1 with 128 and more (weights of 256 KiB to 16 MiB, both types, two cores of Zen 4, jax 0.10.2).
 FEW_ROWS = 64
-# XLA may have matrix units (AMX) for bfloat16, which native products do not use. Below eight rows it takes them anyway:
-# XLA took 6 times as long for one row as for eight, on Zen 4. No machine with AMX was measured.
-FEW_ROWS_BESIDE_AMX = 7
 
 
 def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
@@ -46,13 +42,7 @@ def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, d
 
 def linear_of_few_rows(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     """Multiplies few rows as `linear` does; XLA multiplies more."""
-    is_small = x.size // x.shape[-1] <= (FEW_ROWS_BESIDE_AMX if has_matrix_units(x.dtype.name) else FEW_ROWS)
-    return (linear if is_small else layers.linear)(x, w, b, dtype=dtype)
-
-
-def has_matrix_units(dtype: str) -> bool:
-    """True if the CPU has matrix units for a type, by NumPy's name, which only XLA uses."""
-    return dtype == "bfloat16" and "amx_bf16" in processor.features()
+    return (linear if x.size // x.shape[-1] <= FEW_ROWS else layers.linear)(x, w, b, dtype=dtype)
 
 
 def grouped(w: jax.Array | Matrix) -> Callable[..., jax.Array] | None:

@@ -22,7 +22,7 @@ def engines(monkeypatch):
 
     monkeypatch.setattr("ksana_jax.lab.bench.latency.make_llm", make_llm)
     monkeypatch.setattr(throughput, "run", run)
-    monkeypatch.setattr(bounds, "measure_rates", lambda dtype: Rates(1.0, 1.0))
+    monkeypatch.setattr(bounds, "measure_rates", lambda dtype, num_bytes: Rates(1.0, 1.0))
     monkeypatch.setattr(
         bounds, "work_of", lambda model, dtype, prompts, outputs, weights_bytes: WorkBound(len(prompts) / 4, 0.25)
     )

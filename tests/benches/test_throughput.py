@@ -104,5 +104,6 @@ def test_the_bound_multiplies_weights_as_each_implementation_takes_them(monkeypa
 
     fakes = [LinearImplementation("", lambda: Operators(note), lambda *_: None, packs) for packs in (True, False)]
     monkeypatch.setattr("ksana_jax.ops.linear.LINEAR_IMPLEMENTATIONS", fakes)
-    assert bounds._matrix_rate("f32") > 0
-    assert given[0] is PackedMatrix and given[1] is not PackedMatrix
+    found = bounds.measure_rates("f32", 2**20)
+    assert found.flop_per_s > 0 and found.bytes_per_s > 0
+    assert given[0] is PackedMatrix and given[-1] is not PackedMatrix

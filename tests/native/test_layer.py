@@ -1,6 +1,7 @@
 """A layer's two calls with packed weights, against their definition in float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,21 @@ class Definition:
 
 def operators(dtype):
     return choose_linear("cpu", dtype, "packed").operators(choose_norm("cpu", dtype, ("rms",)).load())
+
+
+@native_products
+@pytest.mark.usefixtures("each_machine")
+@pytest.mark.parametrize(
+    "depth", [6, 32, 70, 1100]
+)  # of tiles of AMX: less than one, one, two and more, more than are multiplied at once
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_any_depth_are_those_of_float64_and_rows_do_not_depend_on_each_other(depth, dtype):
+    x, w = drawn(75, depth, dtype=dtype), drawn(130, depth, dtype=dtype)
+    multiply = jax.jit(functools.partial(operators(dtype).linear, dtype=jnp.float32))
+    found = multiply(x, pack(w))
+    np.testing.assert_allclose(found, exact(x) @ exact(w).T, atol=2e-5 * depth**0.5)
+    for begin, end in ((0, 1), (3, 19), (20, 37), (30, 62), (10, 75)):
+        np.testing.assert_array_equal(multiply(x[begin:end], pack(w)), found[begin:end])
 
 
 @native_products
@@ -227,10 +243,3 @@ def test_only_matrices_of_whole_words_are_packed():
     assert can_pack(drawn(3, 1)) and not can_pack(drawn(2, 3, 4)) and not can_pack(pack(drawn(3, 4)))
     assert not can_pack(quantise(drawn(3, 6))) and can_pack(quantise(drawn(3, 8)))
     assert pack(drawn(70, 6)).shape == (70, 6) and unpack(drawn(3, 2)).shape == (3, 2)
-
-
-@native_products
-def test_beside_matrix_units_products_stay_with_xla(monkeypatch):
-    monkeypatch.setattr("ksana_jax.core.processor.features", lambda: {"avx2", "fma", "amx_bf16"})
-    assert choose_linear("cpu", "bfloat16").name == "mixed" and choose_linear("cpu", "float32").name == "packed"
-    assert choose_linear("cpu", "bfloat16", row_by_row=True).name == "native"

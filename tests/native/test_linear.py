@@ -115,13 +115,10 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
 
 
 @native_products
-@pytest.mark.parametrize(
-    ("dtype", "features", "most"), [("float32", "amx_bf16", 64), ("bfloat16", "", 64), ("bfloat16", "amx_bf16", 7)]
-)
-def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch):
-    monkeypatch.setattr("ksana_jax.core.processor.features", lambda: {"avx2", "fma", features})
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_rows_are_native_and_many_are_not(dtype):
     mixed = choose_linear("cpu", dtype, "mixed").load().linear
-    for rows, is_native in ((1, True), (most, True), (most + 1, False)):
+    for rows, is_native in ((1, True), (64, True), (65, False)):
         program = jax.jit(mixed).lower(drawn(rows, 32, dtype=dtype), drawn(8, 32, dtype=dtype)).as_text()
         assert ("ksana_linear" in program) == is_native
 

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from ksana_jax.core.dtypes import DTYPE_BYTES
 from ksana_jax.core.processor import num_cores
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.model_layout import layout_of
+
+if TYPE_CHECKING:
+    import jax
 
 # Larger than any cache.
 _READ_BYTES = 2**29
@@ -72,19 +75,31 @@ def work_of(
     return WorkBound(max(outputs) * weights + sum(seen) * kv_token, flop)
 
 
-def measure_rates(dtype: str) -> Rates:
-    """Measures the rates of this machine with all of its cores; takes about a second."""
+def measure_rates(dtype: str, num_bytes: int = _READ_BYTES) -> Rates:
+    """Measures the rates of this machine with all of its cores; takes some seconds.
+
+    Args:
+      num_bytes: that a host reads again and again: its caches may hold what a step reads.
+    """
+    import jax.numpy as jnp
+
     from ksana_jax.devices.capabilities import capabilities
 
-    bandwidth = _host_bandwidth() if capabilities().shares_host_memory else _device_bandwidth()
-    return Rates(bandwidth, _matrix_rate(dtype))
+    kind = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}[dtype]
+    square = jnp.ones((_WIDTH, _WIDTH), kind)
+    flop_per_s = 2 * _WIDTH**3 / _product_s(square, square)
+    if not capabilities().shares_host_memory:
+        return Rates(_device_bandwidth(), flop_per_s)
+    weights = jnp.ones((-(-num_bytes // (_WIDTH * DTYPE_BYTES[dtype])), _WIDTH), kind)
+    return Rates(max(_host_bandwidth(num_bytes), weights.nbytes / _product_s(square[:1], weights)), flop_per_s)
 
 
-def _host_bandwidth() -> float:
+def _host_bandwidth(num_bytes: int) -> float:
     workers = num_cores()
-    parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), workers)
+    values = np.ones(num_bytes // 4, np.float32)
+    parts = np.array_split(values, workers)
     with ThreadPoolExecutor(workers) as pool:
-        return _READ_BYTES / _fastest(lambda: list(pool.map(np.sum, parts)))
+        return values.nbytes / _fastest(lambda: list(pool.map(np.sum, parts)))
 
 
 def _device_bandwidth() -> float:
@@ -94,23 +109,20 @@ def _device_bandwidth() -> float:
     return _READ_BYTES / _fastest(lambda: jnp.sum(values).block_until_ready())
 
 
-def _matrix_rate(dtype: str) -> float:
-    """Returns the rate of the fastest products here, of XLA or the engine's own."""
+def _product_s(x: jax.Array, w: jax.Array) -> float:
+    """Returns the time of x w^T by the fastest products here, of XLA or the engine's own."""
     import jax
-    import jax.numpy as jnp
 
     from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
     from ksana_jax.ops.weight_packing import pack
 
-    kind = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}[dtype]
-    a, platform = jnp.ones((_WIDTH, _WIDTH), kind), platform_of()
-    found = []
+    found, platform = [], platform_of()
     for implementation in LINEAR_IMPLEMENTATIONS:
-        if implementation.why_not(platform, a.dtype.name) is None:
-            weights = pack(a) if implementation.packs else a
-            multiply = functools.partial(jax.jit(implementation.load().linear), a, weights)
+        if implementation.why_not(platform, x.dtype.name) is None:
+            weights = pack(w) if implementation.packs else w
+            multiply = functools.partial(jax.jit(implementation.load().linear), x, weights)
             found.append(_fastest(lambda multiply=multiply: multiply().block_until_ready()))
-    return 2 * _WIDTH**3 / min(found)
+    return min(found)
 
 
 def _fastest(work, repeats: int = 4) -> float:

@@ -141,13 +141,13 @@ class Throughput(Bench):
             raise Unavailable("absent, a step reads only the experts that its tokens choose")
         if self.llms[OURS].model_config.recurrent is not None:
             raise Unavailable("absent, it does not count the states of recurrent layers")
-        rates = measure_rates(self.dtype)
         llm, read = self.llms[OURS], None
         if self.quantization is not None:
             params = llm.runner.params
             read = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
             read -= 0 if params.head is None else sum(leaf.nbytes for leaf in jax.tree.leaves(params.embed))
         work = work_of(llm.model_config, self.dtype, [len(p) for p in prompts], lengths, read)
+        rates = measure_rates(self.dtype, round(work.num_bytes / max(lengths)))
         self.bound_s[len(prompts)] = seconds = work.seconds(rates)
         return {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, **rates._asdict()}
 
