@@ -27,6 +27,12 @@ constexpr int64_t kTileDepth = 256;
 constexpr int64_t kUnpackedDepth = kLanes == 16 ? 64 : 128;
 constexpr int64_t kLine = 16;  // words that caches keep together
 
+// True if matrix units multiply words of a type, however few the rows.
+template <typename Type>
+bool ByTiles() {
+  return std::is_same_v<Type, Bfloat16> && HasTiles();
+}
+
 // A packed matrix. Codes of int8 have four to a word, whatever the type of x.
 struct Packed {
   const char* words = nullptr;
@@ -162,6 +168,10 @@ void MultiplyUnpacked(RowsOf rows_of, int64_t stride, const int32_t* panel, int6
   for (int64_t at = 0; at < inner; at += kUnpackedDepth) {
     const int64_t some = std::min(kUnpackedDepth, inner - at);
     unpack(panel + at / kFewer * kPanel, some / kFewer);
+    if (ByTiles<Type>() && some % kTile == 0) {
+      MultiplyByTiles(rows_of(at, some), stride, words, rows, some, sums, at > 0);
+      continue;
+    }
     const char* next = reinterpret_cast<const char*>(panel + (at + some) / kFewer * kPanel);
     const auto row_of = [words, next](int64_t i, int64_t at, int v) {
       const int64_t column = at + v * kLanes;
@@ -193,8 +203,8 @@ void MultiplyRowByCodes(const int32_t* a, const int32_t* panel, int64_t count, f
 template <typename Type>
 void MultiplyWords(const int32_t* a, int64_t inner, const int32_t* words, int64_t rows, float* sums,
                    Unpacked& unpacked) {
-  if (std::is_same_v<Type, Bfloat16> && HasTiles()) {
-    const int64_t whole = inner / 16 * 16;
+  if (ByTiles<Type>()) {
+    const int64_t whole = inner / kTile * kTile;
     for (int64_t at = 0; at < whole; at += kTileDepth)
       MultiplyByTiles(a + at, inner, words + at * kPanel, rows, std::min(kTileDepth, whole - at), sums, at > 0);
     if (whole < inner)
@@ -265,7 +275,7 @@ void MultiplyPanel(const Packed& w, int64_t panel, const Rows<typename Type::Num
     UnpackCodes(from, count, unpacked.words, Factor{});
   };
   constexpr int64_t kMore = 4 / Factor::kPerWord;
-  if (w.scales && rows == 1)
+  if (w.scales && rows == 1 && !ByTiles<Factor>())
     for (int64_t at = 0; at < inner; at += kUnpackedDepth) {
       const int64_t some = std::min(kUnpackedDepth, inner - at);
       MultiplyRowByCodes<Factor>(rows_of(at, some), words + at / kMore * kPanel, some / kMore, sums, at > 0);

@@ -13,6 +13,8 @@
 
 namespace ksana {
 
+constexpr int64_t kTile = 16;  // words
+
 #ifdef KSANA_TILES
 
 // True if the system gives this process the registers, for which it has to be asked once.

@@ -93,12 +93,13 @@ def operators(dtype):
 
 @native_products
 @pytest.mark.usefixtures("each_machine")
-@pytest.mark.parametrize(
-    "depth", [6, 32, 70, 1100]
-)  # of tiles of AMX: less than one, one, two and more, more than are multiplied at once
+@pytest.mark.parametrize("as_codes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_of_any_depth_are_those_of_float64_and_rows_do_not_depend_on_each_other(depth, dtype):
+# Numbers of bfloat16 in tiles of AMX: less than one, one, two and more, more than are multiplied at once.
+@pytest.mark.parametrize("depth", [8, 32, 72, 1100])
+def test_products_of_any_depth_are_those_of_float64_and_rows_do_not_depend_on_each_other(depth, dtype, as_codes):
     x, w = drawn(75, depth, dtype=dtype), drawn(130, depth, dtype=dtype)
+    w = quantise(w) if as_codes else w
     multiply = jax.jit(functools.partial(operators(dtype).linear, dtype=jnp.float32))
     found = multiply(x, pack(w))
     np.testing.assert_allclose(found, exact(x) @ exact(w).T, atol=2e-5 * depth**0.5)
