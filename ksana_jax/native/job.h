@@ -200,7 +200,7 @@ class Job {
         DotsOfRows<Type, kManyRegisters ? 4 : 2, 4>(scratch_.queries.data(), scratch_.words, &scratch_.rows[c],
                                                     &scratch_.ahead[c], scores + c, scratch_.most_keys, rows_,
                                                     scratch_.words);
-    } else if (rows_ <= kFewRows) {
+    } else if (rows_ <= kFewRows && !ByTiles<Type>()) {
       ReadRows(0);
       for (int64_t c = 0; c < padded_; c += kLanes)
         MultiplyTransposed<Type, kFewRows>(rows_, scratch_.queries.data(), scratch_.words, &scratch_.rows[c],
@@ -211,8 +211,8 @@ class Job {
         Transpose(block, scratch_.words, call_.b, scratch_.words, &scratch_.keys[i * call_.b], scratch_.most_keys,
                   InPlace() ? Ahead(i, 0) : block);
       }
-      Multiply<Type>(scratch_.queries.data(), scratch_.words, scratch_.keys.data(), scratch_.most_keys, scores,
-                     scratch_.most_keys, rows_, scratch_.words, padded_, false);
+      MultiplyMany(scratch_.queries.data(), scratch_.words, scratch_.keys.data(), scratch_.most_keys, scores,
+                   scratch_.most_keys, scratch_.words, padded_, false);
     }
     if (call_.pattern.sink_position != 0 && call_.j > 0) ScoreSinks();
     if (call_.soft_cap > 0) {
@@ -321,7 +321,7 @@ class Job {
     const auto values = [rows, ahead](int64_t i, int64_t at, int v) {
       return Type::Column(rows + i * Type::kPerWord, ahead + i * Type::kPerWord, at, v);
     };
-    if (rows_ <= kFewRows || (BothAtOnce() && Type::kPerWord == 1)) {
+    if ((rows_ <= kFewRows && !ByTiles<Type>()) || (BothAtOnce() && Type::kPerWord == 1)) {
       MultiplyRows<Type>(weights, scratch_.most_keys, values, scratch_.out.data(), wide, rows_,
                          padded_ / Type::kPerWord, wide, true);
     } else {
@@ -329,9 +329,16 @@ class Job {
       for (int64_t i = 0; i < padded_ / Type::kPerWord; ++i)
         for (int64_t at = 0; at < wide; at += Type::kPerWord * kLanes)
           for (int v = 0; v < Type::kPerWord; ++v, to += kLanes) StoreInts(to, values(i, at, v));
-      Multiply<Type>(weights, scratch_.most_keys, scratch_.values.data(), wide, scratch_.out.data(), wide, rows_,
-                     padded_ / Type::kPerWord, wide, true);
+      MultiplyMany(weights, scratch_.most_keys, scratch_.values.data(), wide, scratch_.out.data(), wide,
+                   padded_ / Type::kPerWord, wide, true);
     }
+  }
+
+  // c (+)= a b for all rows.
+  void MultiplyMany(const int32_t* a, int64_t a_stride, const int32_t* b, int64_t b_stride, float* c, int64_t c_stride,
+                    int64_t inner, int64_t columns, bool accumulate) const {
+    const auto multiply = ByTiles<Type>() ? MultiplyByTiles : Multiply<Type>;
+    multiply(a, a_stride, b, b_stride, c, c_stride, rows_, inner, columns, accumulate);
   }
 
   // Finds the keys (side 0) or values (side 1) of the piece, and prefetches the next piece's. Absent keys and

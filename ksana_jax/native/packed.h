@@ -11,7 +11,6 @@
 #include "pairs.h"
 #include "product.h"
 #include "simd.h"
-#include "tiles.h"
 
 namespace ksana {
 
@@ -26,12 +25,6 @@ constexpr int64_t kTileDepth = 256;
 // Words that are unpacked at a time. A strip of them stays in the first cache.
 constexpr int64_t kUnpackedDepth = kLanes == 16 ? 64 : 128;
 constexpr int64_t kLine = 16;  // words that caches keep together
-
-// True if matrix units multiply words of a type, however few the rows.
-template <typename Type>
-bool ByTiles() {
-  return std::is_same_v<Type, Bfloat16> && HasTiles();
-}
 
 // A packed matrix. Codes of int8 have four to a word, whatever the type of x.
 struct Packed {
@@ -169,7 +162,7 @@ void MultiplyUnpacked(RowsOf rows_of, int64_t stride, const int32_t* panel, int6
     const int64_t some = std::min(kUnpackedDepth, inner - at);
     unpack(panel + at / kFewer * kPanel, some / kFewer);
     if (ByTiles<Type>() && some % kTile == 0) {
-      MultiplyByTiles(rows_of(at, some), stride, words, rows, some, sums, at > 0);
+      MultiplyByTiles(rows_of(at, some), stride, words, kPanel, sums, kPanel, rows, some, kPanel, at > 0);
       continue;
     }
     const char* next = reinterpret_cast<const char*>(panel + (at + some) / kFewer * kPanel);
@@ -206,7 +199,8 @@ void MultiplyWords(const int32_t* a, int64_t inner, const int32_t* words, int64_
   if (ByTiles<Type>()) {
     const int64_t whole = inner / kTile * kTile;
     for (int64_t at = 0; at < whole; at += kTileDepth)
-      MultiplyByTiles(a + at, inner, words + at * kPanel, rows, std::min(kTileDepth, whole - at), sums, at > 0);
+      MultiplyByTiles(a + at, inner, words + at * kPanel, kPanel, sums, kPanel, rows, std::min(kTileDepth, whole - at),
+                      kPanel, at > 0);
     if (whole < inner)
       Multiply<Type>(a + whole, inner, words + whole * kPanel, kPanel, sums, kPanel, rows, inner - whole, kPanel,
                      whole > 0);

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "numbers.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace ksana {
 
@@ -94,6 +96,12 @@ struct Bfloat16 {
     return (Ints)__builtin_shufflevector((Shorts)a, (Shorts)b, (i % 2 * 2 * kLanes + kFirst + i / 2)...);
   }
 };
+
+// True if matrix units multiply words of a type, however few the rows.
+template <typename Type>
+bool ByTiles() {
+  return std::is_same_v<Type, Bfloat16> && HasTiles();
+}
 
 #ifdef __aarch64__
 // sums + the products of bytes a and b, four of each in a word.
