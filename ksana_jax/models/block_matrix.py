@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import flax.struct
 import jax
@@ -11,45 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.models.matrix import Matrix, dot, finished
+from ksana_jax.native.blocks import SUPERBLOCK, Form
 from ksana_jax.native.operators import Weights, project
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES
-
-# Numbers of a row that share the factors of their scales and minima.
-SUPERBLOCK = 256
-
-
-class Form(NamedTuple):
-    """Storage of numbers in memory by type: as code * scale + minimum, or, without minima, code * scale.
-
-    Files store Q2_K and Q3_K, and levels of a table, in fewer bits.
-
-    bits: of a code. Codes of 4, 5 and 6 bits start at 0; without minima, `zero_of` them is subtracted. 8-bit codes have
-      a sign, and are floats with is_float.
-    group: numbers that share a scale: 16 or 32, and 128 of floats.
-    scales: dtype of scales and minima. Those in int8 are multiplied by factors in float16, of each 256 numbers; float32
-      holds the products exactly.
-    """
-
-    bits: int
-    has_minima: bool = False
-    group: int = BLOCK
-    scales: str = "float16"
-    is_float: bool = False
-
-    @property
-    def codes(self) -> Any:
-        """NumPy's type of the codes."""
-        return jnp.float8_e4m3fn if self.is_float else jnp.uint8 if self.bits < 8 else jnp.int8
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the codes of a block of 32."""
-        return BLOCK * self.bits // 8
-
-    @property
-    def has_factors(self) -> bool:
-        return self.scales == "int8"
-
 
 # By GGUF's names; source: ggml, ggml-common.h. XLA takes scales of MXFP4 below 2**-126 for zero.
 FORMS = {
@@ -127,6 +91,11 @@ class BlockMatrix(Blocks):
         """True if codes are floats, which are not packed."""
         return self.codes.dtype == jnp.float8_e4m3fn
 
+    @property
+    def form(self) -> Form:
+        bits, group = self.codes.shape[-1] * 8 // BLOCK, self.shape[-1] // self.scales.shape[-1]
+        return Form(bits, self.minima is not None, group, self.scales.dtype.name, self.is_float)
+
     def numbers(self) -> jax.Array:
         # A factor times a scale times a code has 24 bits at most and is exact in float32, so the sum is rounded once,
         # whether or not a compiler fuses the two.
@@ -160,26 +129,21 @@ class PackedBlocks(Blocks):
     """`Blocks` in panels of 64 rows, the last one padded with zeros. Products round their input to codes, with a
     scale for each 32 neighbours of a row.
 
-    A panel holds, block after block, the first word of each of its rows, then the second, and so on. A word has four
-    bytes of codes; 8-bit codes are unsigned, and 128 is zero. All arrays of a stack of matrices have that axis first.
+    A panel holds the arrays of `Form.of_row`, one after the other: of each, the first number of all rows, then the
+    second, and so on. A word has four bytes of codes; 8-bit codes are unsigned, and 128 is zero. They are bytes of one
+    array because a program takes longer to start with more arrays.
     """
 
-    words: jax.Array  # int32 [ceil(out / 64), in / 32, bits of a code, 64]
-    scales: jax.Array  # float16, float32 or int8 [ceil(out / 64), in / group, 64]
-    minima: jax.Array | None  # as scales
-    factors: jax.Array | None  # float16 [ceil(out / 64), in / 256, 1, or 2 with minima, 64]
-    num_rows: int = flax.struct.field(pytree_node=False)  # of one device
+    data: jax.Array  # uint8 [ceil(out / 64), bytes of a panel]; a stack of matrices has its axis first
+    num_rows: int = flax.struct.field(pytree_node=False)  # of one device, as is the width
+    width: int = flax.struct.field(pytree_node=False)
+    form: Form = flax.struct.field(pytree_node=False)
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
     stacks = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return *self.words.shape[:-4], self.num_rows, self.words.shape[-3] * BLOCK
-
-    @property
-    def sums(self) -> jax.Array | None:
-        """The minima, under their name in `Weights`."""
-        return self.minima
+        return *self.data.shape[:-2], self.num_rows, self.width
 
     def multiply(self, x: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
         return project(x, [Weights.of(self, b)], dtype=dtype)[0]
@@ -188,49 +152,50 @@ class PackedBlocks(Blocks):
         return unpacked_blocks(self).numbers()
 
     def rows(self, indices: jax.Array) -> jax.Array:
-        panel, row = indices // PANEL, indices % PANEL
-        return unpacked_blocks(self, lambda x: x[panel, ..., row]).numbers()
+        return _unpacked_rows(self, indices).numbers()
 
 
 def packed_blocks(w: BlockMatrix) -> PackedBlocks:
     """Packs a matrix in blocks, or a stack of them."""
     if w.codes.ndim > 3:
         return jax.vmap(packed_blocks)(w)
-    num_rows, blocks, block_bytes = w.codes.shape
+    num_rows, blocks, _ = w.codes.shape
     panels = -(-num_rows // PANEL)
 
     def in_panels(x: jax.Array) -> jax.Array:
-        """[out, blocks, ...] -> [panels, blocks, ..., 64]"""
+        """[out, ...] -> uint8 [panels, bytes]"""
         padded = jnp.pad(x, ((0, panels * PANEL - num_rows), *((0, 0),) * (x.ndim - 1)))
-        return jnp.moveaxis(padded.reshape(panels, PANEL, *x.shape[1:]), 1, -1)
+        ordered = jnp.moveaxis(padded.reshape(panels, PANEL, *x.shape[1:]), 1, -1)
+        return jax.lax.bitcast_convert_type(ordered, jnp.uint8).reshape(panels, -1)
 
     codes = w.codes if w.codes.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(w.codes, jnp.uint8) ^ 128
-    words = jax.lax.bitcast_convert_type(
-        codes.reshape(num_rows, blocks, block_bytes // WORD_BYTES, WORD_BYTES), jnp.int32
-    )
-    scales, minima, factors = jax.tree.map(in_panels, (w.scales, w.minima, w.factors))
-    return PackedBlocks(in_panels(words), scales, minima, factors, num_rows, w.dtype)
+    words = jax.lax.bitcast_convert_type(codes.reshape(num_rows, blocks, -1, WORD_BYTES), jnp.int32)
+    arrays = [in_panels(x) for x in (words, w.scales, w.minima, w.factors) if x is not None]
+    return PackedBlocks(jnp.concatenate(arrays, axis=1), num_rows, blocks * BLOCK, w.form, w.dtype)
 
 
-def unpacked_blocks(w: PackedBlocks, in_rows: Callable[[jax.Array], jax.Array] | None = None) -> BlockMatrix:
-    """Returns the matrix as it was before it was packed.
-
-    Args:
-      in_rows: of an array of panels, [ceil(out / 64), ..., 64] -> [rows, ...]; by default, all of them in order.
-    """
-    if w.words.ndim > 4:
+def unpacked_blocks(w: PackedBlocks) -> BlockMatrix:
+    """Returns the matrix as it was before it was packed."""
+    if w.data.ndim > 2:
         return jax.vmap(unpacked_blocks)(w)
+    return _unpacked_rows(w, jnp.arange(w.num_rows))
 
-    def all_rows(x: jax.Array) -> jax.Array:
-        of_device = -(-w.num_rows // PANEL) * PANEL  # outside a program of several devices, panels of all
-        rows = jnp.moveaxis(x, -1, 1).reshape(-1, of_device, *x.shape[1:-1])
-        return rows[:, : w.num_rows].reshape(-1, *x.shape[1:-1])
 
-    words, scales, minima, factors = jax.tree.map(in_rows or all_rows, (w.words, w.scales, w.minima, w.factors))
+def _unpacked_rows(w: PackedBlocks, rows: jax.Array) -> BlockMatrix:
+    panel, row = (x[..., None, None] for x in (rows // PANEL, rows % PANEL))
+    found, start = [], 0
+    for dtype, shape in w.form.of_row(w.width):
+        count, size = math.prod(shape), dtype.itemsize
+        read = w.data[panel, start + np.arange(count)[:, None] * PANEL * size + np.arange(size) + row * size]
+        numbers = jax.lax.bitcast_convert_type(read if size > 1 else read[..., 0], dtype)
+        found.append(numbers.reshape(*rows.shape, *shape))
+        start += count * PANEL * size
+    words, scales, *more = found
     codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
-    if codes.shape[-1] == BLOCK:
+    if w.form.bits == 8:
         codes = jax.lax.bitcast_convert_type(codes ^ 128, jnp.int8)
-    return BlockMatrix(codes, scales, minima, w.dtype, factors)
+    minima = more.pop(0) if w.form.has_minima else None
+    return BlockMatrix(codes, scales, minima, w.dtype, more[0] if more else None)
 
 
 def zero_of(bits: int) -> int:

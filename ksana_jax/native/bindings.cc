@@ -127,31 +127,20 @@ ffi::Error LayerNormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
-// A matrix is five arguments: words [N / 64, words along K, 64, numbers of a word], and, each [N] and where it has them,
-// scales, sums of codes and bias. In blocks, it has words [N / 64, K / 32, words of a block, 64], scales and minima
-// [N / 64, K / 32 or K / 16, 64] in place of scales and sums, and in the end the factors of scales that are integers;
-// arrays of a stack of matrices have one axis more.
-Packed PackedOf(const ffi::RemainingArgs& args, size_t i, int64_t n, int64_t k) {
+// A matrix is four arguments: words [N / 64, words along K, 64, numbers of a word], and, each [N] and where it has them,
+// scales, sums of codes and bias. In blocks, it has bytes [N / 64, bytes of a panel], and a form; a stack of matrices has
+// one axis more.
+constexpr size_t kOfMatrix = 4, kOfForm = 4;
+
+Packed PackedOf(const ffi::RemainingArgs& args, ffi::Span<const int32_t> forms, size_t i, int64_t n, int64_t k) {
   Packed w;
-  const size_t at = 5 * i;
+  const size_t at = kOfMatrix * i;
   w.n = n, w.k = k;
-  const auto words = args.get<ffi::AnyBuffer>(at).value();
-  w.words = Data(words);
-  const auto scales = args.get<ffi::AnyBuffer>(at + 1).value(), more = args.get<ffi::AnyBuffer>(at + 2).value();
-  if (words.element_type() == ffi::S32) {
-    const auto kind = scales.element_type();
-    const auto of_words = words.dimensions(), of_scales = scales.dimensions();
-    const auto factors = args.get<ffi::AnyBuffer>(at + 4).value();
-    w.blocks = {Data(scales),
-                Data(more),
-                reinterpret_cast<const uint16_t*>(Data(factors)),
-                kind == ffi::S8 ? kInt8 : kind == ffi::F32 ? kFloat32 : kFloat16,
-                static_cast<int>(of_words[of_words.size() - 2]),
-                of_scales[of_scales.size() - 2] > of_words[of_words.size() - 3]};
-  } else {
-    w.scales = reinterpret_cast<const float*>(Data(scales));
-    w.sums = reinterpret_cast<const int32_t*>(Data(more));
-  }
+  w.words = Data(args.get<ffi::AnyBuffer>(at).value());
+  const int32_t* form = forms.begin() + kOfForm * i;
+  w.blocks = {form[0], form[1] != 0, form[2] != 0, static_cast<Stored>(form[3])};
+  w.scales = reinterpret_cast<const float*>(Data(args.get<ffi::AnyBuffer>(at + 1).value()));
+  w.sums = reinterpret_cast<const int32_t*>(Data(args.get<ffi::AnyBuffer>(at + 2).value()));
   w.bias = Data(args.get<ffi::AnyBuffer>(at + 3).value());
   return w;
 }
@@ -159,7 +148,7 @@ Packed PackedOf(const ffi::RemainingArgs& args, size_t i, int64_t n, int64_t k) 
 // The slots of a call's rows: the first argument after its matrices, if it has adapters. A, B and gains of each matrix
 // follow.
 Slots SlotsOf(const ffi::RemainingArgs& args, size_t matrices, int64_t t) {
-  const size_t at = 5 * matrices;
+  const size_t at = kOfMatrix * matrices;
   if (args.size() <= at) return {};
   const int64_t num_slots = args.get<ffi::AnyBuffer>(at + 1).value().dimensions()[0];
   return {args.get<ffi::Buffer<ffi::S32>>(at).value().typed_data(), t, num_slots};
@@ -169,7 +158,7 @@ Slots SlotsOf(const ffi::RemainingArgs& args, size_t matrices, int64_t t) {
 Adapters AdaptersOf(const ffi::RemainingArgs& args, size_t matrices, size_t i, const Slots& slots,
                     const ffi::RemainingRets& results) {
   if (!slots.of_row) return {};
-  const size_t at = 5 * matrices + 1 + 3 * i;
+  const size_t at = kOfMatrix * matrices + 1 + 3 * i;
   const auto a = args.get<ffi::AnyBuffer>(at).value();
   auto low = results.get<ffi::AnyBuffer>(results.size() - 1).value();
   const int64_t of_matrix = low->size_bytes() / matrices;
@@ -180,21 +169,22 @@ Adapters AdaptersOf(const ffi::RemainingArgs& args, size_t matrices, size_t i, c
 ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::RemainingArgs matrices,
                        ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::Buffer<ffi::U8>> codes,
                        ffi::Result<ffi::Buffer<ffi::F32>> scales,
-                       ffi::RemainingRets results, int32_t stored, int32_t asked, float eps, bool plus_one) {
+                       ffi::RemainingRets results, int32_t stored, int32_t asked, ffi::Span<const int32_t> forms,
+                       float eps, bool plus_one) {
   if (!IsEither(stored)) return NeitherType();
   Projections p{};
   const int64_t k = x.dimensions().back();
   p.t = k ? x.element_count() / k : 0;
   p.x = Data(x), p.norm = NormOf(norm, eps, plus_one), p.normed = Data(normed);
-  const size_t count = matrices.size() == 5 * results.size() ? results.size() : results.size() - 1;
+  const size_t count = forms.size() / kOfForm;
   const Slots slots = SlotsOf(matrices, count, p.t);
   for (size_t i = 0; i < count; ++i) {
     auto y = results.get<ffi::AnyBuffer>(i).value();
-    p.w[i] = PackedOf(matrices, i, y->dimensions().back(), k);
+    p.w[i] = PackedOf(matrices, forms, i, y->dimensions().back(), k);
     p.w[i].adapters = AdaptersOf(matrices, count, i, slots, results);
     p.y[i] = Data(y);
   }
-  p.rounded = {codes->typed_data(), scales->typed_data(), p.w[0].blocks.scales != nullptr};
+  p.rounded = {codes->typed_data(), scales->typed_data(), p.w[0].blocks.bits != 0};
   p.asked = static_cast<Stored>(asked);
   Project(p, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
@@ -203,12 +193,12 @@ ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer no
 ffi::Error GroupedBlocksCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> counts,
                              ffi::RemainingArgs matrix, ffi::Result<ffi::AnyBuffer> y,
                              ffi::Result<ffi::Buffer<ffi::U8>> codes, ffi::Result<ffi::Buffer<ffi::F32>> scales,
-                             int32_t stored, int32_t asked) {
+                             int32_t stored, int32_t asked, ffi::Span<const int32_t> forms) {
   if (!IsEither(stored)) return NeitherType();
   GroupedBlocks g{};
   g.t = x.dimensions()[0], g.groups = counts.element_count(), g.counts = counts.typed_data(), g.x = Data(x);
   g.rounded = {codes->typed_data(), scales->typed_data(), true};
-  g.w = PackedOf(matrix, 0, y->dimensions()[1], x.dimensions()[1]);
+  g.w = PackedOf(matrix, forms, 0, y->dimensions()[1], x.dimensions()[1]);
   g.y = Data(y), g.asked = static_cast<Stored>(asked);
   BlocksOfGroups(g, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
@@ -219,16 +209,16 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> residual,
                     ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::AnyBuffer> hidden,
                     ffi::Result<ffi::Buffer<ffi::U8>> codes, ffi::Result<ffi::Buffer<ffi::F32>> scales, ffi::RemainingRets results,
-                    int32_t stored, int32_t activation, float eps, bool plus_one) {
+                    int32_t stored, int32_t activation, ffi::Span<const int32_t> forms, float eps, bool plus_one) {
   if (!IsEither(stored)) return NeitherType();
   const int64_t d = x.dimensions().back(), f = hidden->dimensions().back();
   Rest p{};
   p.t = d ? x.element_count() / d : 0;
   p.x = Data(x), p.attended = Data(attended);
-  p.output = PackedOf(matrices, 0, d, attended.dimensions().back());
-  p.gate = PackedOf(matrices, 1, f, d);
-  p.up = PackedOf(matrices, 2, f, d);
-  p.down = PackedOf(matrices, 3, d, f);
+  p.output = PackedOf(matrices, forms, 0, d, attended.dimensions().back());
+  p.gate = PackedOf(matrices, forms, 1, f, d);
+  p.up = PackedOf(matrices, forms, 2, f, d);
+  p.down = PackedOf(matrices, forms, 3, d, f);
   const Slots slots = SlotsOf(matrices, 4, p.t);
   size_t i = 0;
   for (Packed* w : {&p.output, &p.gate, &p.up, &p.down}) w->adapters = AdaptersOf(matrices, 4, i++, slots, results);
@@ -237,7 +227,7 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
   p.after_mlp = NormOf(after_mlp, eps, plus_one);
   p.activation = static_cast<Activation>(activation);
   p.y = Data(y), p.residual = Data(residual), p.normed = Data(normed), p.hidden = Data(hidden);
-  p.rounded = {codes->typed_data(), scales->typed_data(), p.output.blocks.scales != nullptr};
+  p.rounded = {codes->typed_data(), scales->typed_data(), p.output.blocks.bits != 0};
   RunRest(p, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
 }
@@ -393,6 +383,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_project, ksana::ProjectCall,
                                   .RemainingRets()               // y of each, and A x of adapters
                                   .Attr<int32_t>("stored")
                                   .Attr<int32_t>("asked")
+                                  .Attr<ksana::ffi::Span<const int32_t>>("forms")
                                   .Attr<float>("eps")
                                   .Attr<bool>("plus_one"));
 
@@ -406,7 +397,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_grouped_blocks, ksana::GroupedBlocksCall,
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::U8>>()   // codes of x
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()  // and their scales
                                   .Attr<int32_t>("stored")
-                                  .Attr<int32_t>("asked"));
+                                  .Attr<int32_t>("asked")
+                                  .Attr<ksana::ffi::Span<const int32_t>>("forms"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rest_of_layer, ksana::RestCall,
                               ksana::ffi::Ffi::Bind()
@@ -426,6 +418,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rest_of_layer, ksana::RestCall,
                                   .RemainingRets()               // A x of adapters
                                   .Attr<int32_t>("stored")
                                   .Attr<int32_t>("activation")
+                                  .Attr<ksana::ffi::Span<const int32_t>>("forms")
                                   .Attr<float>("eps")
                                   .Attr<bool>("plus_one"));
 

@@ -16,7 +16,6 @@
 namespace ksana {
 namespace {
 
-constexpr int64_t kPanelRows = 64;
 // Blocks that are multiplied with all rows before the next ones: they stay in the first cache, and share a factor.
 constexpr int64_t kDepth = 8;
 constexpr int64_t kWordsAhead = 16;  // words of each row that memory is asked for ahead
@@ -48,7 +47,7 @@ struct Part {
     part.codes += rows * k, part.of_rows += rows * (k / kBlock);
     if (minima) part.minima += columns * BytesOf(kStored);
     if (factors) part.factors += columns;
-    part.sums += rows * kPanelRows + columns;
+    part.sums += rows * kRowsOfPanel + columns;
     return part;
   }
 };
@@ -58,13 +57,13 @@ template <int kBits>
 Simd::Words Codes(const int32_t* words, int i) {
   using S = Simd;
   if constexpr (kBits == 8) {
-    return S::Read(words + i * kPanelRows);
+    return S::Read(words + i * kRowsOfPanel);
   } else {
-    const auto word = S::Read(words + i % 4 * kPanelRows);
+    const auto word = S::Read(words + i % 4 * kRowsOfPanel);
     const auto low = S::Masked(i < 4 ? word : S::Right(word, 4), 15);
     if constexpr (kBits == 4) return low;
     constexpr int kMore = kBits == 4 ? 1 : kBits - 4, kOfByte = 8 / kMore;
-    const auto more = S::Read(words + (4 + i / kOfByte) * kPanelRows);
+    const auto more = S::Read(words + (4 + i / kOfByte) * kRowsOfPanel);
     const int at = i % kOfByte * kMore;
     return S::Or(low, S::Masked(at < 4 ? S::Left(more, 4 - at) : S::Right(more, at - 4), (1 << kBits) - 16));
   }
@@ -80,14 +79,14 @@ void Tile(const Part& p) {
   typename S::Numbers totals[kRows][kVectors], factors[kVectors], of_minima[kVectors];
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v)
-      totals[r][v] = p.accumulates ? S::Load(p.sums + r * kPanelRows + v * S::kWide) : S::AllOf(0.0f);
+      totals[r][v] = p.accumulates ? S::Load(p.sums + r * kRowsOfPanel + v * S::kWide) : S::AllOf(0.0f);
   for (int64_t b = 0; b < p.count; ++b) {
-    const int32_t* words = p.words + b * kBits * kPanelRows;  // a bit of 32 codes is a word
+    const int32_t* words = p.words + b * kBits * kRowsOfPanel;  // a bit of 32 codes is a word
     if (kStored == kInt8 && b % kDepth == 0)
       for (int v = 0; v < kVectors; ++v) {
-        const uint16_t* at = p.factors + b / kDepth * kPanelRows * (p.minima ? 2 : 1) + v * S::kWide;
+        const uint16_t* at = p.factors + b / kDepth * kRowsOfPanel * (p.minima ? 2 : 1) + v * S::kWide;
         factors[v] = S::LoadHalves(at);
-        if (p.minima) of_minima[v] = S::LoadHalves(at + kPanelRows);
+        if (p.minima) of_minima[v] = S::LoadHalves(at + kRowsOfPanel);
       }
 #pragma GCC unroll 2
     for (int group = 0; group < kGroups; ++group) {
@@ -108,14 +107,14 @@ void Tile(const Part& p) {
           const auto x = Codes<kBits>(words + v * S::kWide, i), y = Codes<kBits>(words + v * S::kWide, j);
           if (v * S::kWide % 16 == 0)
             for (int w = group * kPairs + pair; w < kBits; w += 4)
-              __builtin_prefetch(words + (kWordsAhead + w) * kPanelRows + v * S::kWide, 0, 2);
+              __builtin_prefetch(words + (kWordsAhead + w) * kRowsOfPanel + v * S::kWide, 0, 2);
           for (int r = 0; r < kRows; ++r)
             exact[r][v] = S::template AddTwo<kBits>(exact[r][v], x, first[r], y, second[r]);
         }
       }
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = (b * kGroups + group) * kPanelRows + v * S::kWide;
+        const int64_t at = (b * kGroups + group) * kRowsOfPanel + v * S::kWide;
         auto scale = LoadScales<kStored>(p.scales, at), minimum = scale;
         if (p.minima) minimum = LoadScales<kStored>(p.minima, at);
         if constexpr (kStored == kInt8) {
@@ -123,7 +122,7 @@ void Tile(const Part& p) {
           if (p.minima) minimum = S::Times(minimum, of_minima[v]);
         }
         if (v * S::kWide % kScalesOfLine == 0) {
-          const int64_t ahead = (at + kBlocksAhead * kGroups * kPanelRows) * BytesOf(kStored);
+          const int64_t ahead = (at + kBlocksAhead * kGroups * kRowsOfPanel) * BytesOf(kStored);
           __builtin_prefetch(p.scales + ahead, 0, 2);
           if (p.minima) __builtin_prefetch(p.minima + ahead, 0, 2);
         }
@@ -140,14 +139,14 @@ void Tile(const Part& p) {
     }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) S::Store(p.sums + r * kPanelRows + v * S::kWide, totals[r][v]);
+    for (int v = 0; v < kVectors; ++v) S::Store(p.sums + r * kRowsOfPanel + v * S::kWide, totals[r][v]);
 }
 
 template <int kBits, int kGroups, Stored kStored, int kRows, int kVectors>
 void Tiles(const Part& part, int64_t rows) {
   int64_t row = 0;
   for (; row + kRows <= rows; row += kRows)
-    for (int64_t c = 0; c < kPanelRows; c += kVectors * Simd::kWide)
+    for (int64_t c = 0; c < kRowsOfPanel; c += kVectors * Simd::kWide)
       Tile<kBits, kGroups, kStored, kRows, kVectors>(part.Moved<kStored>(row, c));
   if constexpr (kRows > 1)
     if (row < rows) Tiles<kBits, kGroups, kStored, kRows - 1, kVectors>(part.Moved<kStored>(row, 0), rows - row);
@@ -156,10 +155,10 @@ void Tiles(const Part& part, int64_t rows) {
 // Widens scales or minima of some groups of a panel, times their factors if there are any.
 template <Stored kStored>
 void WidenScales(const char* from, const uint16_t* factors, int64_t groups, float* to) {
-  for (int64_t c = 0; c < kPanelRows; c += Simd::kWide) {
+  for (int64_t c = 0; c < kRowsOfPanel; c += Simd::kWide) {
     const auto factor = kStored == kInt8 ? Simd::LoadHalves(factors + c) : Simd::AllOf(1.0f);
 #pragma GCC unroll 1
-    for (int64_t i = c; i < groups * kPanelRows; i += kPanelRows)
+    for (int64_t i = c; i < groups * kRowsOfPanel; i += kRowsOfPanel)
       Simd::Store(to + i, Simd::Times(LoadScales<kStored>(from, i), factor));
   }
 }
@@ -167,11 +166,13 @@ void WidenScales(const char* from, const uint16_t* factors, int64_t groups, floa
 template <int kBits, int kGroups, Stored kStored>
 void Run(const Blocks& w, const char* words, int64_t panel, int64_t k, const int8_t* codes, const BlockOfRow* of_rows,
          int64_t rows, float* sums) {
-  const int64_t blocks = k / kBlock, first = panel * blocks * kPanelRows;
-  Part part{reinterpret_cast<const int32_t*>(words) + first * kBits,
-            w.scales + first * kGroups * BytesOf(kStored),
-            w.minima ? w.minima + first * kGroups * BytesOf(kStored) : nullptr,
-            w.factors ? w.factors + first / kDepth * (w.minima ? 2 : 1) : nullptr,
+  const int64_t blocks = k / kBlock;
+  const char *from = words + panel * w.Bytes(k), *scales = from + w.WordBytes(k), *minima = scales + w.ScaleBytes(k);
+  const char* factors = w.has_minima ? minima + w.ScaleBytes(k) : minima;
+  Part part{reinterpret_cast<const int32_t*>(from),
+            scales,
+            w.has_minima ? minima : nullptr,
+            kStored == kInt8 ? reinterpret_cast<const uint16_t*>(factors) : nullptr,
             codes,
             of_rows,
             k,
@@ -180,16 +181,16 @@ void Run(const Blocks& w, const char* words, int64_t panel, int64_t k, const int
             false};
   if (rows == 1) return Tiles<kBits, kGroups, kStored, 1, Simd::kVectorsOfOne>(part, 1);
   for (int64_t b = 0; b < blocks; b += kDepth) {
-    alignas(64) float scales[2][kDepth * kGroups * kPanelRows];
+    alignas(64) float wide[2][kDepth * kGroups * kRowsOfPanel];
     Part some = part;
     some.count = std::min(kDepth, blocks - b), some.accumulates = b > 0;
-    some.words += b * kBits * kPanelRows, some.codes += b * kBlock, some.of_rows += b;
-    const int64_t at = b * kGroups * kPanelRows * BytesOf(kStored), groups = some.count * kGroups;
-    if (w.factors) some.factors += b / kDepth * kPanelRows * (w.minima ? 2 : 1);
-    WidenScales<kStored>(part.scales + at, some.factors, groups, scales[0]);
-    if (w.minima) WidenScales<kStored>(part.minima + at, some.factors + kPanelRows, groups, scales[1]);
-    some.scales = reinterpret_cast<const char*>(scales[0]);
-    if (w.minima) some.minima = reinterpret_cast<const char*>(scales[1]);
+    some.words += b * kBits * kRowsOfPanel, some.codes += b * kBlock, some.of_rows += b;
+    const int64_t at = b * kGroups * kRowsOfPanel * BytesOf(kStored), groups = some.count * kGroups;
+    if (part.factors) some.factors += b / kDepth * kRowsOfPanel * (part.minima ? 2 : 1);
+    WidenScales<kStored>(part.scales + at, some.factors, groups, wide[0]);
+    if (part.minima) WidenScales<kStored>(part.minima + at, some.factors + kRowsOfPanel, groups, wide[1]);
+    some.scales = reinterpret_cast<const char*>(wide[0]);
+    if (part.minima) some.minima = reinterpret_cast<const char*>(wide[1]);
     Tiles<kBits, kGroups, kFloat32, Simd::kRows, Simd::kVectors>(some, rows);
   }
 }

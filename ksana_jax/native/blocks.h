@@ -8,16 +8,22 @@
 
 namespace ksana {
 
-constexpr int64_t kBlock = 32;
+constexpr int64_t kBlock = 32, kRowsOfPanel = 64;
 
-// Replaces the scale of each row in a packed matrix, [N / 64, K / 32 or K / 16, 64].
+// A panel of a packed matrix [N, K] in blocks: its words [K / 32, bits, 64], their scales [K / 32 or K / 16, 64], with
+// minima as many of them, and, if these are kInt8, factors in float16 [K / 256, 1 or, with minima, 2, 64].
 struct Blocks {
-  const char* scales = nullptr;
-  const char* minima = nullptr;       // added to each number; or null
-  const uint16_t* factors = nullptr;  // float16 [N / 64, K / 256, 1 or, with minima, 2, 64], of int8; else null
-  Stored stored = kFloat16;           // type of scales and minima: kFloat16, kFloat32 or kInt8
-  int bits = 4;                       // of a code: 4, 5, 6 or 8; zero is in the middle, or at 0 with minima below 8
-  bool in_halves = false;             // each half of a block has a scale
+  int bits = 0;              // of a code: 4, 5, 6 or 8; zero is in the middle, or at 0 with minima below 8
+  bool in_halves = false;    // each half of a block has a scale
+  bool has_minima = false;   // they are added to each number
+  Stored stored = kFloat16;  // type of scales and minima: kFloat16, kFloat32 or kInt8
+
+  int64_t WordBytes(int64_t k) const { return k / kBlock * bits * kRowsOfPanel * 4; }
+  int64_t ScaleBytes(int64_t k) const { return k / (in_halves ? 16 : kBlock) * kRowsOfPanel * BytesOf(stored); }
+  int64_t Bytes(int64_t k) const {
+    const int64_t factors = stored == kInt8 ? k / 256 * kRowsOfPanel * 2 : 0;
+    return WordBytes(k) + (has_minima ? 2 : 1) * (ScaleBytes(k) + factors);
+  }
 };
 
 // Scale and sums of a block of a row of x.

@@ -1,42 +1,77 @@
-"""Shapes of packed matrices [out, in] whose codes are in blocks of 32 neighbours of a row; see `operators.Weights`.
-
-Words are int32 [panels, in / 32, w, 64], with w bits of a code. Scales and minima are float16 or float32
-[panels, in / 32, 64], or, one for each 16 numbers, [panels, in / 16, 64]. Both may be int8, with factors in float16
-[panels, in / 256, 1, or 2 with minima, 64].
-"""
+"""Packed matrices [out, in] whose codes are in blocks of 32 neighbours of a row: their arrays, as C++ reads them."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
-from ksana_jax.native.shapes import BLOCK, PANEL, check_shape
+import jax.numpy as jnp
+import numpy as np
 
-# Blocks that share the factors of their scales and minima.
-BLOCKS_OF_FACTOR = 8
-# Types of scales and minima, and of factors.
-SUPPORTED = (({"float16"}, None), ({"float32"}, None), ({"int8"}, "float16"))
+from ksana_jax.native.shapes import BLOCK, PANEL
+from ksana_jax.native.target import STORED
+
+# Numbers of a row that share the factors of their scales and minima.
+SUPERBLOCK = 256
 
 
-def shapes_of_blocks(name: str, w: Any, wanted: tuple[int, int], reason: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes that words, and scales and minima, of a matrix [out, in] must have. Checks factors.
+class Form(NamedTuple):
+    """Storage of numbers in memory by type: as code * scale + minimum, or, without minima, code * scale.
 
-    Raises:
-      NotImplementedError: codes have other than 4, 5, 6 or 8 bits, or scales, minima and factors other types than
-        these.
-      ValueError: the matrix is not [out, in], or factors do not fit it.
+    Files store Q2_K and Q3_K, and levels of a table, in fewer bits.
+
+    bits: of a code. Codes of 4, 5 and 6 bits start at 0; without minima, 2 ** (bits - 1) is subtracted. 8-bit codes
+      have a sign, and are floats with is_float.
+    group: numbers that share a scale: 16 or 32, and 128 of floats.
+    scales: dtype of scales and minima. Those in int8 are multiplied by factors in float16, of each 256 numbers; float32
+      holds the products exactly.
     """
-    panels, (_, num_blocks, bits, _) = -(-w.num_rows // PANEL), w.words.shape
-    check_shape(name, (w.num_rows, num_blocks * BLOCK), wanted, reason)
-    kinds = {x.dtype.name for x in (w.scales, w.sums) if x is not None}
-    factors = None if w.factors is None else w.factors.dtype.name
-    if bits not in (4, 5, 6, 8) or (kinds, factors) not in SUPPORTED:
-        found = f"codes of {bits} bits, scales and minima in {' and '.join(sorted(kinds))}"
-        found += f" with factors in {factors}" if factors else ""
-        raise NotImplementedError(
-            f"{name} has {found}; there are 4, 5, 6 or 8 bits, and float16, float32, or int8 with factors in float16"
-        )
-    per_block = min(max(w.scales.shape[1] // num_blocks, 1), 2)
-    if w.factors is not None:
-        of_factors = (panels, -(-num_blocks // BLOCKS_OF_FACTOR), 1 if w.sums is None else 2, PANEL)
-        check_shape(f"factors of {name}", w.factors.shape, of_factors, f"it is {list(wanted)}")
-    return (panels, num_blocks, bits, PANEL), (panels, num_blocks * per_block, PANEL)
+
+    bits: int
+    has_minima: bool = False
+    group: int = BLOCK
+    scales: str = "float16"
+    is_float: bool = False
+
+    @property
+    def codes(self) -> Any:
+        """NumPy's type of the codes."""
+        return jnp.float8_e4m3fn if self.is_float else jnp.uint8 if self.bits < 8 else jnp.int8
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the codes of a block of 32."""
+        return BLOCK * self.bits // 8
+
+    @property
+    def has_factors(self) -> bool:
+        return self.scales == "int8"
+
+    def of_row(self, width: int) -> list[tuple[np.dtype, tuple[int, ...]]]:
+        """Returns the arrays of a row of `width` numbers in a panel: words, scales, and any minima and factors."""
+        scales = (np.dtype(self.scales), (width // self.group,))
+        found = [(np.dtype(np.int32), (width // BLOCK, self.bits)), *[scales] * (1 + self.has_minima)]
+        factors = (np.dtype(np.float16), (width // SUPERBLOCK, 1 + self.has_minima))
+        return found + [factors] * self.has_factors
+
+    def panel_bytes(self, width: int) -> int:
+        """Bytes of the 64 rows of a panel."""
+        return PANEL * sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.of_row(width))
+
+    def check(self, name: str) -> None:
+        """Checks that C++ multiplies packed codes of this form.
+
+        Raises:
+          NotImplementedError: it does not.
+        """
+        if self.bits not in (4, 5, 6, 8) or self.group not in (16, BLOCK) or self.is_float:
+            kind = "floats" if self.is_float else "codes"
+            raise NotImplementedError(
+                f"{name} has {kind} of {self.bits} bits in groups of {self.group}; packed blocks have codes of 4, 5, 6 "
+                f"or 8 bits in groups of 16 or {BLOCK}"
+            )
+
+    @property
+    def attribute(self) -> list[int]:
+        """Numbers from which C++ makes a `Blocks` of blocks.h."""
+        return [self.bits, self.group == 16, self.has_minima, STORED[self.scales]]

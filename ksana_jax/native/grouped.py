@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.native.codes import check_scales, check_types
-from ksana_jax.native.operators import Weights, rounded_rows
+from ksana_jax.native.operators import Weights, forms, rounded_rows
 from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
@@ -73,10 +73,9 @@ def grouped_blocks(x: jax.Array, w: Any, counts: jax.Array, b: jax.Array | None 
     if x.dtype.name not in DTYPES:
         raise NotImplementedError(f"activations are {x.dtype}; native products have {' or '.join(DTYPES)}")
     reason, (groups, num_out, _) = f"x is {list(x.shape)}, the matrices {list(w.shape)}", w.shape
-    one = Weights.of(jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), w), None)
+    all_of = Weights.of(w, None)
+    one = all_of._replace(words=jax.ShapeDtypeStruct(all_of.words.shape[1:], all_of.words.dtype))
     one.check("each matrix", x.dtype, (num_out, x.shape[-1]), reason)
-    for part in jax.tree.leaves(w):
-        check_shape("arrays of the matrices", part.shape[:1], (groups,), reason)
     check_shape("counts", counts.shape, (groups,), reason)
     if b is not None:
         check_shape("the bias", b.shape, (len(x), num_out), reason)
@@ -85,5 +84,6 @@ def grouped_blocks(x: jax.Array, w: Any, counts: jax.Array, b: jax.Array | None 
     stored, of_result = (np.int32(STORED[d.name]) for d in (x.dtype, asked))
     results = (jax.ShapeDtypeStruct((len(x), num_out), asked), *rounded_rows(x.shape[:1], x.shape[1], one))
     call = jax.ffi.ffi_call(target("ksana_grouped_blocks"), results)
-    y, *_ = call(x, counts.astype(jnp.int32), *Weights.of(w, None).arguments(x.dtype), stored=stored, asked=of_result)
+    given = all_of.arguments(x.dtype)
+    y, *_ = call(x, counts.astype(jnp.int32), *given, stored=stored, asked=of_result, forms=forms([one]))
     return (y if b is None else y + b).astype(dtype)

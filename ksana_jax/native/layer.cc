@@ -118,12 +118,7 @@ void RunProjections(const Projections& p, const Threads& threads) {
 
 // The matrix of a group, from the first group's.
 Packed OfGroup(Packed w, int64_t group) {
-  Blocks& b = w.blocks;
-  const int64_t numbers = group * w.panels() * (w.k / kBlock) * kPanel, per_block = b.in_halves ? 2 : 1;
-  w.words += numbers * b.bits * sizeof(int32_t);
-  b.scales += numbers * per_block * BytesOf(b.stored);
-  if (b.factors) b.factors += group * w.panels() * ((w.k / kBlock + 7) / 8) * (b.minima ? 2 : 1) * kPanel;
-  if (b.minima) b.minima += numbers * per_block * BytesOf(b.stored);
+  w.words += group * w.panels() * w.blocks.Bytes(w.k);
   return w;
 }
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.native.adapters import Adapter, arguments
-from ksana_jax.native.blocks import shapes_of_blocks
+from ksana_jax.native.blocks import Form
 from ksana_jax.native.codes import check_scales, check_types
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES, check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
@@ -85,8 +85,9 @@ def _norm(symbol: str, x: jax.Array, weight: jax.Array, shape: tuple[int, ...], 
 class Weights(NamedTuple):
     """A packed matrix [out, in] of x's type, or of codes with scales [out], and a bias [out].
 
-    sums: int32 [out], of a row's codes; with them, x is rounded to codes too. So it is with codes in blocks, see
-      `native.blocks`, which have minima instead of sums.
+    sums: int32 [out], of a row's codes; with them, x is rounded to codes too.
+    form: of codes in blocks, for which x is rounded too. Words then are uint8 [ceil(out / 64), bytes of a panel], and
+      width is `in`.
     """
 
     words: jax.Array
@@ -94,24 +95,22 @@ class Weights(NamedTuple):
     scales: jax.Array | None = None
     sums: jax.Array | None = None
     bias: jax.Array | None = None
-    factors: jax.Array | None = None
+    form: Form | None = None
+    width: int = 0
     adapter: Adapter | None = None
 
     @classmethod
     def of(cls, w: Any, bias: jax.Array | None) -> Weights:
         """Returns a `PackedMatrix` or `PackedBlocks`, or a `PackedAdapted` of one, and a bias [out]."""
         adapter, w = getattr(w, "adapter", None), getattr(w, "base", w)
-        return cls(w.words, w.num_rows, w.scales, w.sums, bias, getattr(w, "factors", None), adapter)
-
-    @property
-    def blocks(self) -> bool:
-        """True if codes are in blocks."""
-        return self.words.dtype == jnp.int32
+        if (form := getattr(w, "form", None)) is not None:
+            return cls(w.data, w.num_rows, bias=bias, form=form, width=w.width, adapter=adapter)
+        return cls(w.words, w.num_rows, w.scales, w.sums, bias, adapter=adapter)
 
     @property
     def rounding(self) -> str | None:
         """Unit of x with a separate scale where x is rounded to codes; None if it is not."""
-        return "blocks" if self.blocks else None if self.sums is None else "rows"
+        return "blocks" if self.form else None if self.sums is None else "rows"
 
     def check(self, name: str, dtype: Any, wanted: tuple[int, int], reason: str) -> None:
         """Checks that this is a matrix [out, in] for rows of a type, and that its arrays belong together.
@@ -120,8 +119,10 @@ class Weights(NamedTuple):
           NotImplementedError: its numbers are of another type.
           ValueError: shapes do not fit.
         """
-        if self.blocks:
-            shape, of_row = shapes_of_blocks(name, self, wanted, reason)
+        if self.form:
+            self.form.check(name)
+            check_shape(name, (self.num_rows, self.width), wanted, reason)
+            shape = (-(-self.num_rows // PANEL), self.form.panel_bytes(wanted[1]))
         else:
             is_codes = self.scales is not None or self.sums is not None
             numbers = jnp.dtype(jnp.int8 if is_codes else dtype)
@@ -131,16 +132,20 @@ class Weights(NamedTuple):
             _, depth, _, per_word = self.words.shape
             check_shape(name, (self.num_rows, depth * per_word), wanted, reason)
             shape = (-(-self.num_rows // PANEL), depth, PANEL, WORD_BYTES // numbers.itemsize)
-            of_row = wanted[:1]
         check_shape(f"words of {name}", self.words.shape, shape, f"it is {list(wanted)}")
-        for part, expected in {"scales": of_row, "sums": of_row, "bias": wanted[:1]}.items():
+        for part in ("scales", "sums", "bias"):
             if (vector := getattr(self, part)) is not None:
-                check_shape(f"{part} of {name}", vector.shape, expected, f"it is {list(wanted)}")
+                check_shape(f"{part} of {name}", vector.shape, wanted[:1], f"it is {list(wanted)}")
 
     def arguments(self, dtype) -> tuple[jax.Array, ...]:
         none = jnp.zeros(0, jnp.float32)
         bias = None if self.bias is None else self.bias.astype(dtype)
-        return self.words, *(none if x is None else x for x in (self.scales, self.sums, bias, self.factors))
+        return self.words, *(none if x is None else x for x in (self.scales, self.sums, bias))
+
+
+def forms(matrices: Sequence[Weights]) -> np.ndarray:
+    """Returns the `Form.attribute` of each matrix of a call, zeros for those that are not in blocks."""
+    return np.array([w.form.attribute if w.form else [0] * 4 for w in matrices], np.int32).reshape(-1)
 
 
 class Norms(NamedTuple):
@@ -194,6 +199,7 @@ def project(
         *(x, weight, *(argument for w in matrices for argument in w.arguments(x.dtype)), *more),
         stored=np.int32(STORED[x.dtype.name]),
         asked=np.int32(STORED[given.name]),
+        forms=forms(matrices),
         **(norms or Norms(0.0, False)).attributes,
     )
     return [y.astype(asked) for y in found[: len(matrices)]]
@@ -242,6 +248,7 @@ def rest_of_layer(
         *more,
         stored=np.int32(STORED[x.dtype.name]),
         activation=np.int32(ACTIVATIONS[activation]),
+        forms=forms(matrices),
         **norms.attributes,
     )
     return y

@@ -37,7 +37,7 @@ struct Packed {
   Adapters adapters;
 
   // True if x is rounded to codes too.
-  bool rounds() const { return sums || blocks.scales; }
+  bool rounds() const { return sums || blocks.bits; }
 
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
 };
@@ -239,7 +239,7 @@ void MultiplyCodes(const Packed& w, int64_t panel, const Rows<Number>& x, int64_
 template <typename Type>
 void MultiplyPanel(const Packed& w, int64_t panel, const Rows<typename Type::Number>& x, int64_t row, int64_t rows,
                    float* sums, Unpacked& unpacked) {
-  if (w.blocks.scales) {  // codes have no 128 added, and a `BlockOfRow` for each 32 replaces scales
+  if (w.blocks.bits) {  // codes have no 128 added, and a `BlockOfRow` for each 32 replaces scales
     const auto* blocks = reinterpret_cast<const BlockOfRow*>(x.scales) + row * (w.k / kBlock);
     const auto* codes = reinterpret_cast<const int8_t*>(x.codes) + row * w.k;
     return MultiplyBlocks(w.blocks, w.words, panel, w.k, codes, blocks, rows, sums);

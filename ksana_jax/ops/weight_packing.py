@@ -45,10 +45,13 @@ def pack(w: jax.Array | Int8Matrix | BlockMatrix) -> PackedMatrix | PackedBlocks
     return PackedMatrix(words, scales, sums, rows)
 
 
+_unpack_blocks = jax.jit(unpacked_blocks)
+
+
 def unpack(w: jax.Array | Matrix) -> jax.Array | Matrix:
     """Returns the matrix as it was before it was packed."""
     if isinstance(w, PackedBlocks):
-        return unpacked_blocks(w)
+        return _on_each_device(_unpack_blocks, w)(w)
     if not isinstance(w, PackedMatrix):
         return w
     numbers = w.words.transpose(0, 2, 1, 3).reshape(-1, w.shape[1])[: w.num_rows]
@@ -81,8 +84,8 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False, only_b
         if not can_pack(w) or (only_blocks and not isinstance(w, BlockMatrix)):
             return w
         if abstract:
-            return jax.eval_shape(_packer(w), w)
-        made = jax.block_until_ready(_packer(w)(w))
+            return jax.eval_shape(_on_each_device(pack, w), w)
+        made = jax.block_until_ready(_on_each_device(pack, w)(w))
         if consume:
             for array in jax.tree.leaves(w)[: None if isinstance(w, BlockMatrix) else 1]:
                 array.delete()  # its numbers; its vectors stay in use
@@ -103,13 +106,13 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False, only_b
     return _changed(params, of).replace(embed=embed, layers=tuple(layers))
 
 
-def _packer(w: Any) -> Callable[[Any], Any]:
-    """Returns `pack`, on each device for its part of a matrix that several devices divide."""
+def _on_each_device(change: Callable[[Any], Any], w: Any) -> Callable[[Any], Any]:
+    """Returns a compiled function, of each device's part of a matrix if several devices divide it."""
     sharding = getattr(jax.tree.leaves(w)[0], "sharding", None)  # weights that are traced have none
     if not isinstance(sharding, jax.sharding.NamedSharding):
-        return pack
+        return change
     return jax.jit(
-        jax.shard_map(pack, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
+        jax.shard_map(change, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
     )
 
 

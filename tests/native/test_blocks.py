@@ -59,7 +59,7 @@ COUNTS = {"one row": [0, 0, 1, 0], "some rows": [3, 0, 1, 70], "none": [0, 0, 0,
 def test_products_of_groups_have_the_bits_of_products_with_each_matrix_alone(kind, dtype):
     stack = [pack(block_matrix(kind, 70, fitting(kind, 96), dtype, seed=seed)[0]) for seed in range(4)]
     w = jax.tree.map(lambda *parts: jnp.stack(parts), *stack)
-    assert w.shape == (4, *stack[0].shape) and jax.tree.leaves(pack(unpack(w)))[0].shape == w.words.shape
+    assert w.shape == (4, *stack[0].shape) and pack(unpack(w)).data.shape == w.data.shape
     product = jax.jit(lambda *args: grouped_blocks(*args, dtype=jnp.float32))
     for counts in COUNTS.values():
         x = jnp.asarray(np.random.default_rng(1).normal(size=(76, w.shape[2])), dtype)
@@ -83,8 +83,8 @@ def test_groups_whose_shapes_do_not_fit_are_refused():
         ((x, w, counts[1:]), "counts"),
         ((x[:, :32], w, counts), "each matrix"),
         ((x, w, counts, jnp.zeros((2, 64))), "the bias"),
-        ((x, w.replace(scales=w.scales[1:]), counts), "arrays of the matrices"),
-        ((x, w.replace(scales=w.scales[:, :, 1:]), counts), "scales of each matrix"),
+        ((x, w.replace(data=w.data[:, :1]), counts), "words of each matrix"),
+        ((x, w.replace(data=w.data[:, :, 1:]), counts), "words of each matrix"),
     ):
         with pytest.raises(ValueError, match=f"{said} .*must be"):
             grouped_blocks(*given)
@@ -141,21 +141,19 @@ def test_products_with_rows_as_they_are_unpack_the_matrix(dtype):
 def test_arrays_that_do_not_belong_together_are_refused():
     w = Weights.of(pack(block_matrix("Q4_1", 70, 64)[0]), None)
     x = jnp.zeros((2, 64))
-    for changed in ({"scales": w.scales[:1]}, {"sums": w.sums[:, :1]}, {"words": w.words[:, :1]}, {"num_rows": 200}):
+    other = w.form._replace(scales="float32")
+    for changed in (
+        {"words": w.words[:1]},
+        {"words": w.words[:, :-1]},
+        {"num_rows": 200},
+        {"width": 32},
+        {"form": other},
+    ):
         with pytest.raises(ValueError, match="must be"):
             project(x, [w._replace(**changed)])
-    for kind, said in (
-        (jnp.float32, "float16 and float32; there are 4, 5, 6 or 8 bits"),
-        (jnp.int8, "float16 and int8;"),
-    ):
-        with pytest.raises(NotImplementedError, match=f"codes of 4 bits, scales and minima in {said}"):
-            project(x, [w._replace(scales=w.scales.astype(kind))])
-    nested, wide = Weights.of(pack(block_matrix("Q4_K", 70, 512)[0]), None), jnp.zeros((2, 512))
-    for shape in ((2, 1, 2, 64), (2, 2, 1, 64)):
-        with pytest.raises(ValueError, match=r"factors of matrix 0 is .* must be \[2, 2, 2, 64\]"):
-            project(wide, [nested._replace(factors=jnp.zeros(shape, jnp.float16))])
-    with pytest.raises(NotImplementedError, match="int8 with factors in float32; there are"):
-        project(wide, [nested._replace(factors=jnp.zeros((2, 2, 2, 64)))])
+    for changed, said in (({"bits": 7}, "codes of 7 bits in groups of 32"), ({"group": 64}, "4 bits in groups of 64")):
+        with pytest.raises(NotImplementedError, match=said):
+            project(x, [w._replace(form=w.form._replace(**changed))])
     dense = Weights(jnp.zeros((1, 64, 64, 1)), 64)
     with pytest.raises(ValueError, match="rounded by blocks and not at all"):
         project(x, [w, dense])
