@@ -174,6 +174,7 @@ def packed_blocks(w: BlockMatrix) -> PackedBlocks:
     return PackedBlocks(jnp.concatenate(arrays, axis=1), num_rows, blocks * BLOCK, w.form, w.dtype)
 
 
+@jax.jit
 def unpacked_blocks(w: PackedBlocks) -> BlockMatrix:
     """Returns the matrix as it was before it was packed."""
     if w.data.ndim > 2:

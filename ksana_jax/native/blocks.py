@@ -59,16 +59,11 @@ class Form(NamedTuple):
         return PANEL * sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.of_row(width))
 
     def check(self, name: str) -> None:
-        """Checks that C++ multiplies packed codes of this form.
-
-        Raises:
-          NotImplementedError: it does not.
-        """
+        """Raises NotImplementedError if C++ does not multiply packed codes of this form."""
         if self.bits not in (4, 5, 6, 8) or self.group not in (16, BLOCK) or self.is_float:
-            kind = "floats" if self.is_float else "codes"
+            given = f"{self.bits} bits in groups of {self.group}{', floats' * self.is_float}"
             raise NotImplementedError(
-                f"{name} has {kind} of {self.bits} bits in groups of {self.group}; packed blocks have codes of 4, 5, 6 "
-                f"or 8 bits in groups of 16 or {BLOCK}"
+                f"{name} has codes of {given}; packed ones are integers of 4, 5, 6 or 8 bits in groups of 16 or {BLOCK}"
             )
 
     @property

@@ -45,13 +45,10 @@ def pack(w: jax.Array | Int8Matrix | BlockMatrix) -> PackedMatrix | PackedBlocks
     return PackedMatrix(words, scales, sums, rows)
 
 
-_unpack_blocks = jax.jit(unpacked_blocks)
-
-
 def unpack(w: jax.Array | Matrix) -> jax.Array | Matrix:
     """Returns the matrix as it was before it was packed."""
     if isinstance(w, PackedBlocks):
-        return _on_each_device(_unpack_blocks, w)(w)
+        return _on_each_device(unpacked_blocks, w)(w)
     if not isinstance(w, PackedMatrix):
         return w
     numbers = w.words.transpose(0, 2, 1, 3).reshape(-1, w.shape[1])[: w.num_rows]

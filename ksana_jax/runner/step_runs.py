@@ -86,14 +86,13 @@ def lower_in_runs(
     runs = {}
     for run in _Run.all_of(network):
         if run.program not in runs:
-            places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), network.placed(run.layers))
-            step = network.jit_donating(step_layers, 2, shape.num_tokens, shape=shape, kinds=run.kinds)
-            turns = [angles[rope] for rope in run.ropes]
+            numbers, structure = jax.tree.flatten(network.placed(run.layers))
+            settings = {"shape": shape, "kinds": run.kinds, "ropes": run.ropes, "structure": structure}
+            step = network.jit_donating(step_layers, 2, shape.num_tokens, **settings)
+            turns, places = {rope: angles[rope] for rope in run.ropes}, jax.ShapeDtypeStruct((len(numbers),), np.int32)
             runs[run.program] = lower(step, run.of(params), cache, x, on_device, turns, patterns, places)
-    first, last = (
-        lower(network.jit(step_first, packing=packing), ends, vector, given),
-        lower(network.jit(step_last), ends, x, on_device.sampled),
-    )
+    first = lower(network.jit(step_first, packing=packing), ends, vector, given)
+    last = lower(network.jit(step_last), ends, x, on_device.sampled)
     return LoweredRuns(network, first, runs, last)
 
 
@@ -147,7 +146,7 @@ class StepInRuns:
         by_kind = dict(zip(dict.fromkeys(run.program for run in runs), self._of_runs, strict=True))
         found = []
         for run in runs:
-            places = jax.tree.map(np.int32, network.placed(run.layers))
+            places = np.array(jax.tree.leaves(network.placed(run.layers)), np.int32)
             found.append((by_kind[run.program], run, network.placement.everywhere(places)))
         return found
 
@@ -158,7 +157,7 @@ class StepInRuns:
         inputs: tuple[Any, ...] = ()
         for program, run, places in self._runs:
             cache = cache.replace(inputs=()) if cache.inputs else cache
-            turns = [angles[rope] for rope in run.ropes]
+            turns = {rope: angles[rope] for rope in run.ropes}
             cache, x = program(run.of(params), cache, x, arrays, turns, patterns, places)
             inputs += cache.inputs
         return cache if not inputs else cache.replace(inputs=inputs), *self._last(ends, x, arrays.sampled), settings
@@ -176,7 +175,8 @@ def step_first(params, vector, given, *, network: Network, packing: Packing):
     return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings
 
 
-def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kinds: tuple[int, ...]):
-    """Computes some layers."""
+def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kinds, ropes, structure):
+    """Computes some layers; places: int32 [numbers], those of `Network.placed`, in a structure."""
+    places, angles = jax.tree.unflatten(structure, list(places)), [angles[rope] for rope in ropes]
     settings = {"network": network, "shape": shape, "kinds": kinds, "alike": range(len(places))}
     return through(ps, cache, x, arrays.of_group, angles, patterns, places, **settings)
