@@ -75,7 +75,8 @@ def _draw_groups(figure: Figure, rows: Sequence[ResultRow]) -> None:
         for row, index in zip(drawn, style_indices([row.name for row in drawn]), strict=True):
             axes.plot(*_curve(row, rows), label=row.name, **line_style(index))
         size, unit = byte_unit(held := max(row.mean("live_kv_bytes") or 0 for row in members))
-        axes.set_title(f"{held / size:,.3g} {unit} of KV", fontsize=6, loc="left")
+        amount = f"{held / size:,.0f}" if held >= 100 * size else f"{held / size:.3g}"
+        axes.set_title(f"{amount} {unit} of KV", fontsize=6, loc="left")
         axes.set_ylabel("perplexity")
         _logarithmic(axes)
         plain_numbers(axes.yaxis)
