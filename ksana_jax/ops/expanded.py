@@ -52,14 +52,16 @@ def attend_expanded(
         stored, _ = cache.read(context.layer, jax.lax.dynamic_slice_in_dim(table, i * count, count))
         both = jnp.stack(expand(stored[0].astype(kind)))  # [2, count * B, N, expanded_dim]
         both = both.reshape(2, count, size, *both.shape[2:]).transpose(1, 0, 3, 2, 4)
+        both = jax.lax.bitcast_convert_type(both, kv.dtype)
         return jax.lax.dynamic_update_slice_in_dim(kv, both[:, None], i * count, axis=0)
 
-    kv = jnp.zeros((len(table), 1, 2, q.shape[1], size, q.shape[2]), kind)
+    # Bits: XLA on CPUs would convert all of kv to float32 and back for each piece of bfloat16.
+    kv = jnp.zeros((len(table), 1, 2, q.shape[1], size, q.shape[2]), f"uint{8 * kind.itemsize}")
     used = jnp.max(jnp.where(batch.block_starts[0] < FAR, 1 + jnp.arange(width), 0))
     kv = context.features.loop(-(-used // count), len(table) // count, expanded, kv)
     own = batch._replace(block_tables=jnp.broadcast_to(jnp.arange(width, dtype=table.dtype), batch.block_tables.shape))
     alone = context._replace(layer=0, batch=own)
-    pool = KVCache({"kv": kv}, EXACT_CODECS[kind.name])
+    pool = KVCache({"kv": jax.lax.bitcast_convert_type(kv, kind)}, EXACT_CODECS[kind.name])
     work = None if attention.schedule is None else attention.schedule(alone, pool, spec.num_heads)
     out, _ = attention.attend(Queries(q, None), pool, alone, work)
     return out[..., : spec.latent.value]
