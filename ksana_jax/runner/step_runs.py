@@ -176,7 +176,7 @@ def step_first(params, vector, given, *, network: Network, packing: Packing):
 
 
 def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kinds, ropes, structure):
-    """Computes some layers; places: int32 [numbers], those of `Network.placed`, in a structure."""
+    """Computes some layers. places: int32 [numbers], the leaves of `Network.placed`, a tree of this structure."""
     places, angles = jax.tree.unflatten(structure, list(places)), [angles[rope] for rope in ropes]
     settings = {"network": network, "shape": shape, "kinds": kinds, "alike": range(len(places))}
     return through(ps, cache, x, arrays.of_group, angles, patterns, places, **settings)

@@ -13,6 +13,7 @@ from ksana_jax import LLM, AttentionPattern, SamplingParams, Steering
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.layer_spec import LatentSpec
 from ksana_jax.models.dense import dense_logits
+from ksana_jax.ops import expanded
 from ksana_jax.runner import compiling
 from ksana_jax.runner.planner.step_memory import step_bytes
 from ksana_jax.scheduler.step import lone_chunks
@@ -62,6 +63,7 @@ def test_scores_are_those_of_the_model_without_a_cache(pattern, attention):
 def test_pieces_of_bfloat16_are_written_without_a_copy_of_all_in_float32(monkeypatch):
     programs, seen = [], Mock(lowered=lambda lowered, _: programs.append(lowered.compile().as_text()))
     monkeypatch.setattr(compiling, "observers", [seen])
+    monkeypatch.setattr(expanded, "PIECE_TOKENS", 16)
     llm = LLM.from_params(CONFIG, jax.tree.map(lambda w: w.astype("bfloat16"), params()), **SETTINGS, num_blocks=80)
     llm.generate([{"prompt_token_ids": PROMPT[:32]}], dataclasses.replace(SCORED, prompt_logprobs=None))
     assert set(re.findall(r"(\w+)\[\d+,1,2,\d+,4,\d+\]", " ".join(programs))) == {"u16", "bf16"}

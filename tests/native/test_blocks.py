@@ -141,14 +141,8 @@ def test_products_with_rows_as_they_are_unpack_the_matrix(dtype):
 def test_arrays_that_do_not_belong_together_are_refused():
     w = Weights.of(pack(block_matrix("Q4_1", 70, 64)[0]), None)
     x = jnp.zeros((2, 64))
-    other = w.form._replace(scales="float32")
-    for changed in (
-        {"words": w.words[:1]},
-        {"words": w.words[:, :-1]},
-        {"num_rows": 200},
-        {"width": 32},
-        {"form": other},
-    ):
+    changes = {"words": w.words[:1]}, {"words": w.words[:, :-1]}, {"num_rows": 200}, {"width": 32}
+    for changed in (*changes, {"form": w.form._replace(scales="float32")}):
         with pytest.raises(ValueError, match="must be"):
             project(x, [w._replace(**changed)])
     for changed, said in (({"bits": 7}, "codes of 7 bits in groups of 32"), ({"group": 64}, "4 bits in groups of 64")):
