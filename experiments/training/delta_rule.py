@@ -1,0 +1,103 @@
+"""Gated delta rules of whole texts in chunks, for training: products of matrices instead of a loop over tokens.
+
+It computes the same as `models.recurrent.from_the_start`, whose loop keeps the state of each token for the backward
+pass. Source: arXiv:2412.06464, section 3.3.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ksana_jax.core.recurrent import DeltaRuleSpec
+from ksana_jax.models.layers import rms_norm
+from ksana_jax.models.recurrent import Mix, OfInputs, Recur, State, StatesInPlace, Terms
+from ksana_jax.models.text_tokens import TextTokens
+
+CHUNK = 32
+
+
+class _FromTheStart(StatesInPlace):
+    """States of a text that are zeros before it and are not kept."""
+
+    def short_conv(self, inputs: State, gate: jax.Array | None, p: Any) -> tuple[jax.Array, State]:
+        raise NotImplementedError("training has no short convolutions")
+
+    def matrices(
+        self, inputs: State, gate: jax.Array | None, p: Any, spec: Any, bias: jax.Array | None, terms: OfInputs
+    ) -> tuple[jax.Array, State]:
+        x, taps = inputs["conv"], jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])[:, 0].astype(jnp.float32)
+        length, count = len(x), taps.shape[-1]
+        padded = jnp.pad(x, ((count - 1, 0), (0, 0)))
+        products = [padded[lag : lag + length] * taps[:, lag] for lag in range(count)]
+        convolved = functools.reduce(jnp.add, products).astype(x.dtype)
+        out = chunked(jax.vmap(terms)(convolved, inputs["decay"], inputs["beta"]))
+        assert gate is not None
+        normed = rms_norm(out, p.delta_norm.astype(jnp.float32), spec.eps)
+        return (normed.reshape(length, -1) * jax.nn.silu(gate)).astype(x.dtype), {}
+
+
+def chunked(terms: Terms, size: int = CHUNK) -> jax.Array:
+    """Returns what queries read of states that are zeros before the first token, [T, H, V], in float32.
+
+    terms: of T tokens, with one decay per head. size: of a chunk; the last one is padded.
+    """
+    length = len(terms.q)
+    padding = -length % size
+    # [chunks, H, C, ...]; a token of zeros leaves a state unchanged.
+    q, k, v, g, beta = (
+        jnp.swapaxes(jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, size, *x.shape[1:]), 1, 2)
+        for x in terms
+    )
+    reached = jnp.tri(size, dtype=bool)
+    g = g[..., 0] @ reached.T.astype(g.dtype)  # sums up to each token
+    decay = jnp.exp(jnp.where(reached, g[..., :, None] - g[..., None, :], -jnp.inf))
+    # (1 + strict lower part of rows) u = beta (v - e^g k S), as each u depends on those before it.
+    rows = jnp.tril(decay * _dot(k, k) * beta[..., None], -1)
+    given = beta[..., None] * jnp.concatenate([v, jnp.exp(g)[..., None] * k], axis=-1)
+    u, of_state = jnp.split(_inverse_of_one_plus(rows) @ given, [v.shape[-1]], axis=-1)
+    read, q = decay * _dot(q, k), jnp.exp(g)[..., None] * q
+    end = g[..., -1:]
+    k = jnp.exp(end - g)[..., None] * k
+
+    def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+        u, of_state, read, q, k, end = chunk
+        u = u - of_state @ state
+        return jnp.exp(end)[..., None] * state + jnp.swapaxes(k, 1, 2) @ u, q @ state + read @ u
+
+    first = jnp.zeros((q.shape[1], q.shape[-1], v.shape[-1]))
+    _, out = jax.lax.scan(step, first, (u, of_state, read, q, k, end))
+    return jnp.swapaxes(out, 1, 2).reshape(-1, *out.shape[1::2])[:length]
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a @ jnp.swapaxes(b, -1, -2)
+
+
+def _inverse_of_one_plus(rows: jax.Array) -> jax.Array:
+    """Inverts 1 + rows [..., C, C], which are strictly lower triangular; C is a power of 2."""
+    size, given = rows.shape[-1], rows
+    at, one = jnp.arange(size), jnp.eye(size)
+    rows, inverse = jax.lax.stop_gradient(rows), jnp.broadcast_to(one, rows.shape)
+    for width in (2**n for n in range(size.bit_length() - 1)):  # from the inverses of blocks of this width on the diagonal
+        blocks = at // width
+        below = (blocks[:, None] == blocks + 1) & (blocks % 2 == 0)
+        inverse -= inverse @ jnp.where(below, rows, 0) @ inverse
+    # A step of Newton's method, which has the gradient of the inverse.
+    return inverse + inverse @ (one - inverse - given @ inverse)
+
+
+def training_recur(spec: DeltaRuleSpec) -> Recur:
+    """Returns a `Recur` for whole texts x [batch, T, D]."""
+
+    def recur(layer: int, mix: Mix, x: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
+        batch, length, width = x.shape
+        inputs, gate = jax.tree.map(lambda y: y.reshape(batch, length, -1), mix.project(x.reshape(-1, width)))
+        nth = jnp.arange(length)
+        tokens = TextTokens(jnp.zeros_like(nth), nth, nth[-1:])
+        return jax.vmap(lambda *of: mix.advance(*of, _FromTheStart(), tokens)[0])(inputs, gate), carried
+
+    return recur
