@@ -3,79 +3,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
-#include <vector>
 
-#include "numbers.h"
-#include "pattern.h"
+#include "attention.h"
 #include "product.h"
-#include "simd.h"
-#include "vectors.h"
 
 namespace ksana {
 
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-constexpr int64_t kJobRows = 64;
-constexpr int64_t kPieceKeys = 64;
-constexpr int64_t kFewRows = 4;
-
-// The arrays of a call. Sizes have the letters of the contract.
-struct Call {
-  int64_t s, q, n, h, l, sides, k, b, p, j;
-  int64_t rows_of_job;  // at most kJobRows
-  bool by_head;  // each kv head has a table: [S, K, P] in place of [S, P]
-  Vectors queries, pool;  // results have the queries' type
-  const int32_t* tables;
-  const int32_t* starts;
-  const int32_t* positions;
-  int64_t layer;
-  Pattern pattern;
-  Vectors sink_queries;      // [S, Q, J, N, H]
-  const float* sinks;        // [N], or null
-  float soft_cap;            // 0 for none
-  const float* factors;      // of queries in the mass, [S, Q], or null
-  char* out;
-  float* lse;
-  float* mass;  // or null
-
-  int64_t group() const { return n / k; }
-  int64_t num_jobs() const { return s * k * JobsOfHead(); }
-  int64_t NumTables() const { return by_head ? s * k : s; }
-  int64_t JobsOfHead() const { return (q * group() + rows_of_job - 1) / rows_of_job; }
-  int64_t BlocksOfPiece() const { return std::max<int64_t>(1, kPieceKeys / b); }
-  int64_t MostKeys() const { return RoundUp(BlocksOfPiece() * b, 2 * kLanes); }
-
-  // Index of the first number of a block's keys (side 0) or values (side 1) in units of vectors. A pool with one side
-  // has vectors that are both.
-  int64_t VectorOf(int64_t block, int64_t side, int64_t head) const {
-    return (((block * l + layer) * sides + side % sides) * k + head) * b;
-  }
-};
-
-// A thread's buffers, kept from one job to the next. `wide` is H rounded up to whole vectors of words.
-template <typename Type>
-struct Scratch {
-  const int64_t words, wide, most_keys;
-  Lines<int32_t> queries, block, keys, values, zeros;
-  std::vector<const int32_t*> rows, ahead;  // keys or values of a piece, and of the next one
-  Lines<float> scores, out, query, key;
-  std::vector<int32_t> positions, key_positions, seen;
-  std::vector<float> top, total;
-  std::vector<int64_t> live;  // table entries with a key that may be visible
-
-  explicit Scratch(const Call& call)
-      : words(RoundUp((call.h + Type::kPerWord - 1) / Type::kPerWord, kLanes)), wide(words * Type::kPerWord),
-        most_keys(call.MostKeys()), queries(kJobRows * words), block(most_keys * words), keys(words * most_keys),
-        values(most_keys * words), zeros(words), rows(most_keys), ahead(most_keys), scores(kJobRows * most_keys),
-        out(kJobRows * wide), query(wide), key(wide), positions(kJobRows), key_positions(most_keys),
-        seen(most_keys), top(kJobRows), total(kJobRows) {
-    live.reserve(call.p);
-  }
-};
-
 // It walks the table in pieces of about kPieceKeys keys, with an online softmax in float32 (arXiv:2205.14135, algorithm
-// 1). A query's result is the same bit by bit whatever the other queries of its tile: sums have one order, and pieces
+// 1), which begins again with each section of about kSectionKeys keys; sections are added in their order. A query's
+// result is the same bit by bit whatever the other queries of its tile: sums have one order, and pieces and sections
 // begin at multiples of their size in the text. Where a pattern hides whole blocks, this holds for blocks of a multiple
 // of 16. `Type` is the type of both factors of products: Float32, or Bfloat16 if keys, values and
 // queries are; weights are rounded to it.
@@ -86,8 +23,8 @@ class Job {
     const int64_t of_head = call.JobsOfHead();
     tile_ = index / of_head / call.k;
     head_ = index / of_head % call.k;
-    first_row_ = index % of_head * call.rows_of_job;
-    rows_ = std::min(call.rows_of_job, call.q * call.group() - first_row_);
+    first_row_ = index % of_head * kJobRows;
+    rows_ = std::min(kJobRows, call.q * call.group() - first_row_);
     first_ = kFar;
     last_ = -1;
     for (int64_t r = 0; r < rows_; ++r) {
@@ -103,18 +40,36 @@ class Job {
     }
   }
 
+  int64_t table() const { return TableOf(head_); }
+
   void Attend() {
-    std::fill_n(scratch_.top.begin(), rows_, kNothing);
-    std::fill_n(scratch_.total.begin(), rows_, 0.0f);
-    std::fill_n(scratch_.out.begin(), rows_ * scratch_.wide, 0.0f);
-    Walk([this] { Absorb(); });
-    for (int64_t r = 0; r < rows_; ++r) Finish(r);
+    const Sums sums(scratch_.sums.data()), more(scratch_.more_sums.data());
+    FindLive(0, call_.p);
+    AttendSection(0, sums);
+    for (int64_t i = 1; i < num_sections(); ++i) {
+      AttendSection(i, more);
+      Add(sums, more);
+    }
+    for (int64_t r = 0; r < rows_; ++r) Finish(sums, r);
+  }
+
+  // Does a part of `Attend`: gives what the rows have of a section, from one entry of the table to another.
+  void AttendEntries(int64_t begin, int64_t end, const Sums& sums) {
+    FindLive(begin, end);
+    AttendSection(0, sums);
+  }
+
+  // Does the rest of it, with the sums of all sections, each `size` numbers.
+  void AddUp(float* sums, int64_t size, int64_t num_sections) {
+    for (int64_t i = 1; i < num_sections; ++i) Add(Sums(sums), Sums(sums + i * size));
+    for (int64_t r = 0; r < rows_; ++r) Finish(Sums(sums), r);
   }
 
   // Adds the weights that slots get from these rows to the mass; `Attend` has run for them.
   void Weigh() {
     float* mass = call_.mass + (tile_ * call_.k + head_) * call_.p * call_.b;
-    Walk([this, mass] {
+    FindLive(0, call_.p);
+    Walk(0, scratch_.live.size(), [this, mass] {
       for (int64_t r = 0; r < rows_; ++r) {
         const int64_t query = tile_ * call_.q + QueryOf(r);
         const float lse = call_.lse[query * call_.n + HeadOf(r)];
@@ -131,37 +86,50 @@ class Job {
  private:
   int64_t QueryOf(int64_t row) const { return (first_row_ + row) / call_.group(); }
   int64_t HeadOf(int64_t row) const { return head_ * call_.group() + (first_row_ + row) % call_.group(); }
-  int64_t TableOf(int64_t head) const { return (call_.by_head ? tile_ * call_.k + head : tile_) * call_.p; }
-  int64_t BlockOf(int64_t entry) const { return call_.tables[TableOf(head_) + entry]; }
-  int32_t StartOf(int64_t entry) const { return call_.starts[TableOf(head_) + entry]; }
+  int64_t TableOf(int64_t head) const { return call_.by_head ? tile_ * call_.k + head : tile_; }
+  int64_t BlockOf(int64_t head, int64_t entry) const { return call_.tables[TableOf(head) * call_.p + entry]; }
+  int32_t StartOf(int64_t entry) const { return call_.starts[table() * call_.p + entry]; }
 
-  // Computes the scores of the table piece by piece, and calls `next` after each.
-  template <typename Next>
-  void Walk(Next next) {
-    if (last_ < 0) return;
-    auto& live = scratch_.live;
+  int64_t num_sections() const { return scratch_.sections.size() - 1; }
+
+  // Finds the blocks with a key that may be visible, and the sections among them, from one entry of the table to another.
+  void FindLive(int64_t begin, int64_t end) {
+    auto &live = scratch_.live, &sections = scratch_.sections;
     live.clear();
-    for (int64_t entry = 0; entry < call_.p; ++entry) {
-      const int32_t start = StartOf(entry);
-      if (start < kFar && !call_.pattern.SeesNone(first_, last_, start, call_.b)) live.push_back(entry);
+    sections.clear();
+    int64_t next = 0;  // key with which the next section begins
+    for (int64_t entry = begin; entry < end && last_ >= 0; ++entry) {
+      if (call_.pattern.SeesNone(first_, last_, StartOf(entry), call_.b)) continue;
+      if (const int64_t key = call_.KeyOf(table(), entry); key >= next) {
+        sections.push_back(live.size());
+        next = call_.EndOfSection(key);
+      }
+      live.push_back(entry);
     }
-    const int64_t num_live = live.size();
-    for (begin_ = 0; begin_ < num_live; begin_ += num_blocks_) {
-      num_blocks_ = EndOfPiece(begin_) - begin_;
-      piece_ = &live[begin_];
+    sections.push_back(live.size());
+  }
+
+  void AttendSection(int64_t section, const Sums& sums) {
+    std::fill_n(sums.top, rows_, kNothing);
+    std::fill_n(sums.total, rows_, 0.0f);
+    std::fill_n(sums.out, rows_ * scratch_.wide, 0.0f);
+    if (section >= num_sections()) return;
+    Walk(scratch_.sections[section], scratch_.sections[section + 1], [this, &sums] { Absorb(sums); });
+  }
+
+  // Computes the scores of live blocks from begin to end piece by piece, and calls `next` after each.
+  template <typename Next>
+  void Walk(int64_t begin, int64_t end, Next next) {
+    for (begin_ = begin; begin_ < end; begin_ += num_blocks_) {
+      piece_ = &scratch_.live[begin_];
+      const int64_t most = std::min(end - begin_, call_.BlocksOfPiece()), keys = call_.KeysOfPiece();
+      // Blocks that a head selects are rarely neighbours: its pieces have as many as they can.
+      const int64_t ends = call_.by_head ? kFar : (StartOf(*piece_) / keys + 1) * keys;
+      num_blocks_ = 1;
+      while (num_blocks_ < most && StartOf(piece_[num_blocks_]) < ends) ++num_blocks_;
       Score();
       next();
     }
-  }
-
-  int64_t EndOfPiece(int64_t begin) const {
-    const int64_t num_live = scratch_.live.size(), most = call_.BlocksOfPiece();
-    // Blocks that a head selects are rarely neighbours: its pieces have as many as they can.
-    if (call_.by_head) return std::min(num_live, begin + most);
-    const auto piece_of = [&](int64_t i) { return StartOf(scratch_.live[i]) / (most * call_.b); };
-    int64_t end = begin;
-    while (end < num_live && end < begin + most && piece_of(end) == piece_of(begin)) ++end;
-    return end;
   }
 
   // True if blocks are read where they are.
@@ -176,7 +144,7 @@ class Job {
     const int64_t num_live = scratch_.live.size();
     i += begin_ + call_.BlocksOfPiece();
     const int64_t head = std::min(head_ + (i >= num_live), call_.k - 1);
-    return At(call_.VectorOf(call_.tables[TableOf(head) + scratch_.live[i % num_live]], side, head));
+    return At(call_.VectorOf(BlockOf(head, scratch_.live[i % num_live]), side, head));
   }
 
   const int32_t* At(int64_t vector) const {
@@ -228,7 +196,7 @@ class Job {
   // Returns the B vectors of a block of the piece, `words` words each: where they are, or a copy, which is made while
   // memory is asked for the block ahead.
   const int32_t* ReadBlock(int64_t i, int64_t side) const {
-    const int64_t vector = call_.VectorOf(BlockOf(piece_[i]), side, head_);
+    const int64_t vector = call_.VectorOf(BlockOf(head_, piece_[i]), side, head_);
     if (InPlace()) return At(vector);
     int32_t* copy = &scratch_.block[i * call_.b * scratch_.words];
     if (BothAtOnce() && side == 1) return copy;
@@ -253,7 +221,7 @@ class Job {
       const int32_t key = scratch_.key_positions[c];
       if (key >= call_.pattern.num_sinks) continue;
       masked_ = true;
-      const int64_t vector = call_.VectorOf(BlockOf(piece_[c / call_.b]), 0, head_) + c % call_.b;
+      const int64_t vector = call_.VectorOf(BlockOf(head_, piece_[c / call_.b]), 0, head_) + c % call_.b;
       for (int64_t r = 0; r < rows_; ++r) {
         if (scratch_.positions[r] < 0 || !call_.pattern.Repositioned(scratch_.positions[r], key)) continue;
         const int64_t turned = (tile_ * call_.q + QueryOf(r)) * call_.j + std::min<int64_t>(key, call_.j - 1);
@@ -287,13 +255,13 @@ class Job {
     }
   }
 
-  void Absorb() {
+  void Absorb(const Sums& sums) {
     const int64_t wide = scratch_.wide;
     for (int64_t r = 0; r < rows_; ++r) {
       float* scores = &scratch_.scores[r * scratch_.most_keys];
       Floats best = Load(scores);
       for (int64_t c = kLanes; c < padded_; c += kLanes) best = Max(best, Load(scores + c));
-      const float before = scratch_.top[r], top = std::max(before, Highest(best));
+      const float before = sums.top[r], top = std::max(before, Highest(best));
       const float base = top == kNothing ? 0.0f : top;
       Floats sum{};
       for (int64_t c = 0; c < padded_; c += kLanes * Type::kPerWord) {
@@ -308,10 +276,10 @@ class Job {
         }
       }
       const float fade = before == kNothing ? 0.0f : std::exp(before - base);
-      scratch_.top[r] = top;
-      scratch_.total[r] = scratch_.total[r] * fade + Sum(sum);
+      sums.top[r] = top;
+      sums.total[r] = sums.total[r] * fade + Sum(sum);
       if (fade != 1.0f) {
-        float* out = &scratch_.out[r * wide];
+        float* out = sums.out + r * wide;
         for (int64_t d = 0; d < wide; d += kLanes) Store(out + d, Load(out + d) * fade);
       }
     }
@@ -321,15 +289,15 @@ class Job {
     const auto values = [rows, ahead](int64_t i, int64_t at, int v) {
       return Type::Column(rows + i * Type::kPerWord, ahead + i * Type::kPerWord, at, v);
     };
-    if ((rows_ <= kFewRows && !ByTiles<Type>()) || (BothAtOnce() && Type::kPerWord == 1)) {
-      MultiplyRows<Type>(weights, scratch_.most_keys, values, scratch_.out.data(), wide, rows_,
+    if (!ByTiles<Type>() && (BothAtOnce() || rows_ <= kFewRows)) {
+      MultiplyRows<Type>(weights, scratch_.most_keys, values, sums.out, wide, rows_,
                          padded_ / Type::kPerWord, wide, true);
     } else {
       int32_t* to = scratch_.values.data();
       for (int64_t i = 0; i < padded_ / Type::kPerWord; ++i)
         for (int64_t at = 0; at < wide; at += Type::kPerWord * kLanes)
           for (int v = 0; v < Type::kPerWord; ++v, to += kLanes) StoreInts(to, values(i, at, v));
-      MultiplyMany(weights, scratch_.most_keys, scratch_.values.data(), wide, scratch_.out.data(), wide,
+      MultiplyMany(weights, scratch_.most_keys, scratch_.values.data(), wide, sums.out, wide,
                    padded_ / Type::kPerWord, wide, true);
     }
   }
@@ -357,9 +325,24 @@ class Job {
     }
   }
 
-  void Finish(int64_t r) {
+  // Adds the sums of a later section.
+  void Add(const Sums& sums, const Sums& more) const {
+    for (int64_t r = 0; r < rows_; ++r) {
+      if (more.top[r] == kNothing) continue;
+      const float top = std::max(sums.top[r], more.top[r]);
+      const float fade = std::exp(sums.top[r] - top), weight = std::exp(more.top[r] - top);
+      sums.top[r] = top;
+      sums.total[r] = sums.total[r] * fade + more.total[r] * weight;
+      float* out = sums.out + r * scratch_.wide;
+      const float* added = more.out + r * scratch_.wide;
+      for (int64_t d = 0; d < scratch_.wide; d += kLanes)
+        Store(out + d, MultiplyAdd(Load(out + d) * fade, Load(added + d), Floats{} + weight));
+    }
+  }
+
+  void Finish(const Sums& sums, int64_t r) {
     const int64_t vector = (tile_ * call_.q + QueryOf(r)) * call_.n + HeadOf(r);
-    float top = scratch_.top[r], total = scratch_.total[r], weight = 0.0f;
+    float top = sums.top[r], total = sums.total[r], weight = 0.0f;
     const bool nothing = total == 0.0f || scratch_.positions[r] < 0;
     if (!nothing) {
       float fade = 1.0f;
@@ -372,7 +355,7 @@ class Job {
       weight = fade / total;
     }
     call_.lse[vector] = nothing ? kNothing : top + std::log(total);
-    const float* out = &scratch_.out[r * scratch_.wide];
+    const float* out = sums.out + r * scratch_.wide;
     if (call_.queries.stored == kFloat32) {
       auto* to = reinterpret_cast<float*>(call_.out) + vector * call_.h;
       for (int64_t d = 0; d < call_.h; ++d) to[d] = out[d] * weight;

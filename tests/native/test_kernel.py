@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,36 @@ def test_a_query_is_the_same_bit_by_bit_whatever_tile_it_is_in(pattern, sides, s
     for width in (2, 15, 60):
         for found, expected in zip(in_tiles(width), alone, strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+# Rows of several sections of keys: latents, a window with sinks and missing blocks, and blocks of an odd size.
+LONG = [
+    Spec(rows=((2600, 1),), num_heads=5, num_kv_heads=1, head_dim=40, sides=1),
+    Spec(rows=((2600, 2),), q_tile=2, head_dim=32, pattern=SINKS._replace(window=1500), sink_queries=6, evict_every=5),
+    Spec(rows=((2100, 1), (3, 1)), num_heads=3, num_kv_heads=1, head_dim=32, block_size=48, sink_logits=True),
+]
+
+
+@compiled
+@pytest.mark.usefixtures("each_machine")
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("spec", LONG, ids=str)
+def test_sections_of_a_few_rows_give_the_same_bits_as_rows_of_many(spec, by_head):
+    call = in_float32(spec)
+    if by_head:
+        tables, starts = (jnp.repeat(x[:, None], spec.num_kv_heads, axis=1) for x in (call.tables, call.starts))
+        call = call.replace(tables=tables, starts=starts)
+    expect_the_same(call, call.replace(pool=Pool(jnp.repeat(call.pool.kv, 2 // spec.sides, axis=2))))
+
+    def repeated(x):  # more rows than two threads divide sections of
+        return None if x is None else jnp.tile(x, (8 * os.cpu_count(), *[1] * (x.ndim - 1)))
+
+    names = ("q", "tables", "starts", "positions")
+    options = {name: repeated(getattr(call.options, name)) for name in ("q_sink", "mass_factor")}
+    many = call.replace(**{name: repeated(getattr(call, name)) for name in names}, **options)
+    run = jax.jit(KERNEL.run, static_argnames="tuning")
+    for few, found in zip(run(call, None, tuning=None), run(many, None, tuning=None), strict=True):
+        np.testing.assert_array_equal(found, repeated(few))
 
 
 @compiled
