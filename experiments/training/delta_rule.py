@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.core.recurrent import DeltaRuleSpec
 from ksana_jax.models.layers import rms_norm
-from ksana_jax.models.recurrent import Mix, OfInputs, Recur, State, StatesInPlace, Terms
+from ksana_jax.models.recurrent import Mix, OfInputs, State, StatesInPlace, Terms
 from ksana_jax.models.text_tokens import TextTokens
 
 CHUNK = 32
@@ -46,12 +45,12 @@ def chunked(terms: Terms, size: int = CHUNK) -> jax.Array:
     terms: of T tokens, with one decay per head. size: of a chunk; the last one is padded.
     """
     length = len(terms.q)
-    padding = -length % size
-    # [chunks, H, C, ...]; a token of zeros leaves a state unchanged.
-    q, k, v, g, beta = (
-        jnp.swapaxes(jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, size, *x.shape[1:]), 1, 2)
-        for x in terms
-    )
+
+    def of_chunks(x: Any) -> jax.Array:  # [chunks, H, C, ...]; a token of zeros leaves a state unchanged
+        padded = jnp.pad(x, [(0, -length % size)] + [(0, 0)] * (x.ndim - 1))
+        return padded.reshape(-1, size, *x.shape[1:]).swapaxes(1, 2)
+
+    q, k, v, g, beta = map(of_chunks, terms)
     reached = jnp.tri(size, dtype=bool)
     g = g[..., 0] @ reached.T.astype(g.dtype)  # sums up to each token
     decay = jnp.exp(jnp.where(reached, g[..., :, None] - g[..., None, :], -jnp.inf))
@@ -82,7 +81,7 @@ def _inverse_of_one_plus(rows: jax.Array) -> jax.Array:
     size, given = rows.shape[-1], rows
     at, one = jnp.arange(size), jnp.eye(size)
     rows, inverse = jax.lax.stop_gradient(rows), jnp.broadcast_to(one, rows.shape)
-    for width in (2**n for n in range(size.bit_length() - 1)):  # from the inverses of blocks of this width on the diagonal
+    for width in (2**n for n in range(size.bit_length() - 1)):  # blocks of this width on the diagonal are inverted
         blocks = at // width
         below = (blocks[:, None] == blocks + 1) & (blocks % 2 == 0)
         inverse -= inverse @ jnp.where(below, rows, 0) @ inverse
@@ -90,14 +89,11 @@ def _inverse_of_one_plus(rows: jax.Array) -> jax.Array:
     return inverse + inverse @ (one - inverse - given @ inverse)
 
 
-def training_recur(spec: DeltaRuleSpec) -> Recur:
-    """Returns a `Recur` for whole texts x [batch, T, D]."""
-
-    def recur(layer: int, mix: Mix, x: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
-        batch, length, width = x.shape
-        inputs, gate = jax.tree.map(lambda y: y.reshape(batch, length, -1), mix.project(x.reshape(-1, width)))
-        nth = jnp.arange(length)
-        tokens = TextTokens(jnp.zeros_like(nth), nth, nth[-1:])
-        return jax.vmap(lambda *of: mix.advance(*of, _FromTheStart(), tokens)[0])(inputs, gate), carried
-
-    return recur
+def recur_in_chunks(layer: int, mix: Mix, x: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
+    """The `Recur` of gated delta rules on whole texts x [batch, T, D]."""
+    batch, length, width = x.shape
+    inputs, gate = jax.tree.map(lambda y: y.reshape(batch, length, -1), mix.project(x.reshape(-1, width)))
+    nth = jnp.arange(length)
+    tokens = TextTokens(jnp.zeros_like(nth), nth, nth[-1:])
+    advance: Any = mix.advance  # with a gate, it returns an array
+    return jax.vmap(lambda *text: advance(*text, _FromTheStart(), tokens)[0])(inputs, gate), carried

@@ -11,7 +11,7 @@ import optax
 
 from experiments.training.attention import training_attend
 from experiments.training.batches import IGNORED
-from experiments.training.delta_rule import training_recur
+from experiments.training.delta_rule import recur_in_chunks
 from experiments.training.linear import linear
 from experiments.training.lora import Adapter, merged
 from experiments.training.settings import TrainConfig
@@ -85,8 +85,8 @@ def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -
     sinks = [sink_logits(p, layer.attention) for p, layer in zip(params.layers, config.layers, strict=True)]
     rope = make_rope(spec.rope, spec.head_dim, length)
     attend = training_attend(rope, length, sinks, config.kv_layers, scale=spec.scale)
-    recur = None if config.recurrent is None else training_recur(config.recurrent)
-    hidden, _ = forward(params, tokens, attend, None, config=config, operators=Operators(linear), recur=recur)
+    operators = Operators(linear)
+    hidden, _ = forward(params, tokens, attend, None, config=config, operators=operators, recur=recur_in_chunks)
     return logits(params, hidden, config=config, linear=linear)
 
 
