@@ -16,17 +16,17 @@ def read_bytes(layout: KVLayout, num_tokens: int, num_blocks: int) -> int:
       num_tokens: of its sequence. num_blocks: that hold them, in all groups of layers.
     """
     summary = sum(leaf.nbytes for leaf in layout.leaves if leaf.name in (SUMMARY, INDEX_KEY))
-    whole = layout.block_bytes - summary
+    whole, size = layout.block_bytes - summary, layout.block_size
+    layers = [at for at in range(len(layout.places)) if layout.states is None or at not in layout.states.layers]
     if layout.selection is None:
-        return num_blocks * whole * len(layout.places) // len(set(layout.places))
-    size = layout.block_size
+        return num_blocks * whole * len(layers) // len({layout.places[layer] for layer in layers})
 
     def read(method: SelectionMethod | None, held: int) -> int:
         chosen = held * size if method is None else method.num_tokens(size)
         return held * whole if chosen >= held * size else chosen * whole // size + held * summary
 
     held = [group.live.num_live_blocks(size, num_tokens) for group in layout.groups]
-    of_layers = (read(method, held[g]) for method, (g, _) in zip(layout.selects_in, layout.places, strict=True))
+    of_layers = (read(layout.selects_in[layer], held[layout.places[layer][0]]) for layer in layers)
     return sum(of_layers) // len(layout.groups[0].layers)
 
 

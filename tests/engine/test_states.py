@@ -13,6 +13,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.activations import activations
 from ksana_jax.engine.inspect.snapshot import take_snapshot
+from ksana_jax.kv.reading import read_bytes
 from ksana_jax.serve.server.kv_events import refusal
 from tests import machine
 from tests.golden.cases import golden_case
@@ -96,6 +97,14 @@ def test_attention_layers_evict_and_encode_whatever_else_is_served(settings):
 def test_a_cached_prefix_of_evicted_blocks_is_refused():
     with pytest.raises(ConfigError, match="has no state: set it to false"):
         LLM(str(CASE.model_dir), **SMALL, kv_eviction={"method": "h2o", "budget": 16}, enable_prefix_caching=True)
+
+
+def test_a_query_reads_the_blocks_of_attention_layers_alone():
+    layout = engine().engine.scheduler.layout
+    assert read_bytes(layout, 40, 10) == 10 * layout.block_bytes
+    selects = LLM(str(CASE.model_dir), **SMALL, kv_selection={"method": "quest", "budget": 16}).engine.scheduler.layout
+    summaries = selects.block_bytes - layout.block_bytes
+    assert read_bytes(selects, 40, 10) == 4 * layout.block_bytes + 10 * summaries
 
 
 def test_recurrent_layers_have_no_keys_in_full_precision():
