@@ -43,23 +43,24 @@ def project(
 
     expands: queries are of expanded keys; zeros fill them up, until `expanded_queries`.
     """
-    latent, linear, normed = cast(LatentSpec, spec.attention.latent), operators.linear, operators.normed
+    latent, normed, products = cast(LatentSpec, spec.attention.latent), operators.normed, operators.normed_products
     norms = dataclasses.replace(spec.norms, kind="rms", eps=latent.eps)
-    x = normed(x, p.attn_norm, spec.norms)
-    if latent.query_rank is None:
-        q = linear(x, p.w_q_plain)
-    else:
-        of_queries = normed(linear(x, p.w_q_a), p.q_a_norm, norms)
-        q = linear(of_queries, p.w_q_b)
+    w_q = p.w_q_plain if latent.query_rank is None else p.w_q_a
+    q, compressed = products(x, p.attn_norm, spec.norms, [(w_q, None), (p.w_kv_a, None)])
+    if latent.query_rank is not None:
+        of_queries, (q,) = q, products(q, p.q_a_norm, norms, [(p.w_q_b, None)])
     plain, turned = jnp.split(q.reshape(*x.shape[:-1], -1, latent.plain + latent.rotated), [latent.plain], axis=-1)
     if expands:
         of_rank = jnp.pad(plain, ((0, 0),) * (plain.ndim - 1) + ((0, latent.rank - latent.plain),))
     else:
         of_rank = _by_head(plain, _by_rank(p.w_uk, latent), operators)
-    c, shared = jnp.split(linear(x, p.w_kv_a), [latent.rank], axis=-1)
+    c, shared = jnp.split(compressed, [latent.rank], axis=-1)
     kv = _in_halves(shared, normed(c, p.kv_a_norm, norms), latent)[..., None, :]
     q = _in_halves(turned, of_rank, latent)
-    return (q, kv, kv) if latent.indexer is None else (q, kv, kv, _index(x, of_queries, p, latent, operators))
+    if latent.indexer is None:
+        return q, kv, kv
+    of_index = normed(x, p.attn_norm, spec.norms), normed(of_queries, p.q_a_norm, norms)
+    return q, kv, kv, _index(*of_index, p, latent, operators)
 
 
 def _index(x: jax.Array, of_queries: jax.Array, p: LayerParams, latent: LatentSpec, operators: Operators) -> Indexed:

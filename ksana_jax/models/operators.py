@@ -51,9 +51,16 @@ class Operators:
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec) -> Projected:
         """Normalises and projects hidden states x [..., D]."""
         with jax.named_scope("qkv"):
-            normed = self.normed(x, p.attn_norm, spec.norms)
             parts = (p.w_q, p.b_q), (p.w_k, p.b_k), (p.w_v, p.b_v), (p.w_qkv, p.b_qkv)
-            return self.heads([self.linear(normed, w, b) for w, b in parts if w is not None], p, spec)
+            given = [part for part in parts if part[0] is not None]
+            return self.heads(self.normed_products(x, p.attn_norm, spec.norms, given), p, spec)
+
+    def normed_products(
+        self, x: jax.Array, norm: jax.Array | None, norms: NormSpec, matrices: Sequence[tuple[Any, jax.Array | None]]
+    ) -> list[jax.Array]:
+        """Normalises rows x [..., D] as `normed` does, and multiplies them by matrices with their biases."""
+        normed = self.normed(x, norm, norms)
+        return [self.linear(normed, w, b) for w, b in matrices]
 
     def heads(self, projected: Sequence[jax.Array], p: LayerParams, spec: LayerSpec) -> Projected:
         """Splits q [..., N*H], k and v [..., K*H], or all three in one array, or q alone, into heads, and normalises q

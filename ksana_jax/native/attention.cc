@@ -42,7 +42,7 @@ void AttendInSections(const Call& call, const Threads& threads) {
   size_t count = 0;
   for (const auto& of_table : sections) count = std::max(count, of_table.size() - 1);
   const int64_t jobs = call.num_jobs(), most = count;
-  const int64_t size = Sums::Size(std::min(kJobRows, call.q * call.group()), Scratch<Type>::Wide(call.h));
+  const int64_t size = Sums::Size(call.RowsOfJob(), Scratch<Type>::Wide(call.h));
   Lines<float> sums(jobs * most * size);
   const auto make = [&] { return Scratch<Type>(call); };
   RunPhases(threads, {jobs * most, jobs}, make, [&](Scratch<Type>& scratch, size_t phase, int64_t index) {

@@ -37,6 +37,7 @@ struct Call {
   float* mass;  // or null
 
   int64_t group() const { return n / k; }
+  int64_t RowsOfJob() const { return std::min(kJobRows, q * group()); }
   int64_t num_jobs() const { return s * k * JobsOfHead(); }
   int64_t NumTables() const { return by_head ? s * k : s; }
   int64_t JobsOfHead() const { return (q * group() + kJobRows - 1) / kJobRows; }
@@ -68,7 +69,7 @@ struct Sums {
 // A thread's buffers, kept from one job to the next. `wide` is H rounded up to whole vectors of words.
 template <typename Type>
 struct Scratch {
-  const int64_t words, wide, most_keys;
+  const int64_t rows_of_job, words, wide, most_keys;
   Lines<int32_t> queries, block, keys, values, zeros;
   std::vector<const int32_t*> rows, ahead;  // keys or values of a piece, and of the next one
   Lines<float> scores, sums, more_sums, query, key;
@@ -78,10 +79,10 @@ struct Scratch {
   static int64_t Wide(int64_t h) { return RoundUp(h, Type::kPerWord * kLanes); }
 
   explicit Scratch(const Call& call)
-      : words(Wide(call.h) / Type::kPerWord), wide(Wide(call.h)),
-        most_keys(call.MostKeys()), queries(kJobRows * words), block(most_keys * words), keys(words * most_keys),
-        values(most_keys * words), zeros(words), rows(most_keys), ahead(most_keys), scores(kJobRows * most_keys),
-        sums(Sums::Size(kJobRows, wide)), more_sums(sums.size()), query(wide), key(wide), positions(kJobRows),
+      : rows_of_job(call.RowsOfJob()), words(Wide(call.h) / Type::kPerWord), wide(Wide(call.h)),
+        most_keys(call.MostKeys()), queries(rows_of_job * words), block(most_keys * words), keys(words * most_keys),
+        values(most_keys * words), zeros(words), rows(most_keys), ahead(most_keys), scores(rows_of_job * most_keys),
+        sums(Sums::Size(rows_of_job, wide)), more_sums(sums.size()), query(wide), key(wide), positions(rows_of_job),
         key_positions(most_keys), seen(most_keys) {
     live.reserve(call.p);
   }

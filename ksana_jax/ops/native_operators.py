@@ -4,7 +4,7 @@ calls into C++ each."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -104,13 +104,12 @@ class PackedOperators(Operators):
             return _rows(embedding.words, tokens // PANEL, slice(None), tokens % PANEL).reshape(*tokens.shape, -1)
         return _rows(embedding, tokens) if isinstance(embedding, jax.Array) else super().embed(embedding, tokens)
 
-    def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
-        parts: Any = [(p.w_q, p.b_q), (p.w_k, p.b_k), (p.w_v, p.b_v)][: 3 if spec.attention.own_kv else 1]
-        if (norms := _norms(spec.norms)) is None or not _are_packed(*(w for w, _ in parts)):
-            return super().queries_keys_values(x, p, spec)
-        with jax.named_scope("qkv"):
-            found = project(x, [Weights.of(w, b) for w, b in parts], norm=p.attn_norm, norms=norms)
-            return self.heads(found, p, spec)
+    def normed_products(
+        self, x: jax.Array, norm: jax.Array | None, norms: NormSpec, matrices: Sequence[tuple[Any, jax.Array | None]]
+    ) -> list[jax.Array]:
+        if (kind := _norms(norms)) is None or not _are_packed(*(w for w, _ in matrices)):
+            return super().normed_products(x, norm, norms, matrices)
+        return project(x, [Weights.of(w, b) for w, b in matrices], norm=norm, norms=kind)
 
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
