@@ -21,7 +21,6 @@ latents mla
 # The first weights alone.
 latents mla_converted num_steps=1 learning_rate=1e-12 log_every=1 eval_every=1
 # One of four layers keeps its attention, in the form of Qwen3.5; the others are gated delta rules.
-sibling hybrid model.hybrid.interval=4
 longer="num_steps=200 learning_rate=1e-3"
 sibling gqa_longer $longer
 sibling hybrid_longer model.hybrid.interval=4 $longer

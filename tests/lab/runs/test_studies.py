@@ -20,8 +20,8 @@ MADE = (
     *(f"runs/heads/{name}/export" for name in ("mha", "gqa", "mqa", "mha_longer")),
     *(f"runs/heads/{name}_{how}/export" for name in ("gqa", "mqa") for how in ("uptrained", "pooled")),
     *(f"runs/latents/{name}/export" for name in ("mha", "gqa", "mqa", "mla", "mla_converted")),
-    *(f"runs/latents/{name}/export" for name in ("hybrid", "hybrid_longer", "gqa_longer")),
-    "runs/ksana-latent/export",
+    *(f"runs/latents/{name}/export" for name in ("hybrid_longer", "gqa_longer")),
+    *(f"runs/ksana-{name}/export" for name in ("latent", "hybrid")),
     *(f"runs/spec/{name}" for name in ("target", "aligned/export", "unaligned/export")),
     *(f"runs/weights/{name}.gguf" for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")),
 )
