@@ -19,7 +19,7 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params, dtype_of, weight_fields
-from ksana_jax.models.transformer import forward, logits, sink_logits
+from ksana_jax.models.transformer import embedded, final_norm, logits, run_layers, sink_logits
 
 COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -85,9 +85,10 @@ def training_logits(params: Params, tokens: jax.Array, *, config: ModelConfig) -
     sinks = [sink_logits(p, layer.attention) for p, layer in zip(params.layers, config.layers, strict=True)]
     rope = make_rope(spec.rope, spec.head_dim, length)
     attend = training_attend(rope, length, sinks, config.kv_layers, scale=spec.scale)
-    operators = Operators(linear)
-    hidden, _ = forward(params, tokens, attend, None, config=config, operators=operators, recur=recur_in_chunks)
-    return logits(params, hidden, config=config, linear=linear)
+    operators, specs = Operators(linear), config.layers
+    x = embedded(params, tokens, config=config, operators=operators)
+    x, _ = run_layers(params.layers, x, attend, None, specs=specs, operators=operators, recur=recur_in_chunks)
+    return logits(params, final_norm(params, x, config=config, operators=operators), config=config, linear=linear)
 
 
 def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> jax.Array:

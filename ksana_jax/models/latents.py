@@ -43,12 +43,12 @@ def project(
 
     expands: queries are of expanded keys; zeros fill them up, until `expanded_queries`.
     """
-    latent, normed, products = cast(LatentSpec, spec.attention.latent), operators.normed, operators.normed_products
+    latent, normed = cast(LatentSpec, spec.attention.latent), operators.normed
     norms = dataclasses.replace(spec.norms, kind="rms", eps=latent.eps)
     w_q = p.w_q_plain if latent.query_rank is None else p.w_q_a
-    q, compressed = products(x, p.attn_norm, spec.norms, [(w_q, None), (p.w_kv_a, None)])
+    q, compressed = _normed_products(x, p.attn_norm, spec.norms, [w_q, p.w_kv_a], operators)
     if latent.query_rank is not None:
-        of_queries, (q,) = q, products(q, p.q_a_norm, norms, [(p.w_q_b, None)])
+        of_queries, (q,) = q, _normed_products(q, p.q_a_norm, norms, [p.w_q_b], operators)
     plain, turned = jnp.split(q.reshape(*x.shape[:-1], -1, latent.plain + latent.rotated), [latent.plain], axis=-1)
     if expands:
         of_rank = jnp.pad(plain, ((0, 0),) * (plain.ndim - 1) + ((0, latent.rank - latent.plain),))
@@ -61,6 +61,14 @@ def project(
         return q, kv, kv
     of_index = normed(x, p.attn_norm, spec.norms), normed(of_queries, p.q_a_norm, norms)
     return q, kv, kv, _index(*of_index, p, latent, operators)
+
+
+def _normed_products(x: jax.Array, norm: Any, norms: NormSpec, matrices: Any, operators: Operators) -> list[jax.Array]:
+    fused = operators.normed_products
+    if norm is not None and fused is not None and (found := fused(x, norm, norms, matrices)) is not None:
+        return found
+    normed = operators.normed(x, norm, norms)
+    return [operators.linear(normed, w) for w in matrices]
 
 
 def _index(x: jax.Array, of_queries: jax.Array, p: LayerParams, latent: LatentSpec, operators: Operators) -> Indexed:

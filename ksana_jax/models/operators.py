@@ -27,6 +27,7 @@ class Operators:
     linear: products with weights, with the contract of `layers.linear`.
     normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
     grouped, by_head: `native_operators.grouped` of a stack of matrices, `native.grouped.by_head`; or None.
+    normed_products: `ops.normed_products`, or None.
     real: which rows of a step are of tokens, bool [...], inside its program; None if all are.
     """
 
@@ -34,6 +35,7 @@ class Operators:
     normaliser: Callable[[NormSpec], Normalise] = layers.normaliser
     grouped: Callable[..., Callable[..., jax.Array] | None] | None = None
     by_head: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    normed_products: Callable[..., list[jax.Array] | None] | None = None
     real: jax.Array | None = None
 
     def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:
@@ -51,16 +53,9 @@ class Operators:
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec) -> Projected:
         """Normalises and projects hidden states x [..., D]."""
         with jax.named_scope("qkv"):
+            normed = self.normed(x, p.attn_norm, spec.norms)
             parts = (p.w_q, p.b_q), (p.w_k, p.b_k), (p.w_v, p.b_v), (p.w_qkv, p.b_qkv)
-            given = [part for part in parts if part[0] is not None]
-            return self.heads(self.normed_products(x, p.attn_norm, spec.norms, given), p, spec)
-
-    def normed_products(
-        self, x: jax.Array, norm: jax.Array | None, norms: NormSpec, matrices: Sequence[tuple[Any, jax.Array | None]]
-    ) -> list[jax.Array]:
-        """Normalises rows x [..., D] as `normed` does, and multiplies them by matrices with their biases."""
-        normed = self.normed(x, norm, norms)
-        return [self.linear(normed, w, b) for w, b in matrices]
+            return self.heads([self.linear(normed, w, b) for w, b in parts if w is not None], p, spec)
 
     def heads(self, projected: Sequence[jax.Array], p: LayerParams, spec: LayerSpec) -> Projected:
         """Splits q [..., N*H], k and v [..., K*H], or all three in one array, or q alone, into heads, and normalises q

@@ -38,7 +38,6 @@ def forward(
     *,
     config: ModelConfig,
     operators: Operators = XLA_OPERATORS,
-    recur: Recur | None = None,
 ):
     """Runs the network up to the final norm.
 
@@ -47,13 +46,12 @@ def forward(
       attend: attention of one layer; see `Attend`. It decides about rope, mask and softmax.
       state: pytree that attend receives in the first layer and hands on to the next, such as the KV cache.
       operators: implementations of everything else in a layer.
-      recur: see `run_layers`.
 
     Returns:
       Hidden states [..., D], and the state after the last layer.
     """
     x = embedded(params, tokens, config=config, operators=operators)
-    x, state = run_layers(params.layers, x, attend, state, specs=config.layers, operators=operators, recur=recur)
+    x, state = run_layers(params.layers, x, attend, state, specs=config.layers, operators=operators)
     return final_norm(params, x, config=config, operators=operators), state
 
 

@@ -19,6 +19,7 @@ from ksana_jax.native.callers import why_not_called
 from ksana_jax.native.grouped import by_head
 from ksana_jax.native.target import DTYPES, register_targets
 from ksana_jax.ops import native_operators
+from ksana_jax.ops.normed_products import normed_products
 from ksana_jax.ops.weight_packing import packed
 
 
@@ -69,7 +70,9 @@ class LinearImplementation(NamedTuple):
 
 def _native(kind: type[Operators] = Operators) -> Operators:
     register_targets()
-    return kind(native_operators.linear, grouped=native_operators.grouped, by_head=by_head)
+    return kind(
+        native_operators.linear, grouped=native_operators.grouped, by_head=by_head, normed_products=normed_products
+    )
 
 
 def _mixed() -> Operators:

@@ -4,7 +4,7 @@ calls into C++ each."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -104,19 +104,20 @@ class PackedOperators(Operators):
             return _rows(embedding.words, tokens // PANEL, slice(None), tokens % PANEL).reshape(*tokens.shape, -1)
         return _rows(embedding, tokens) if isinstance(embedding, jax.Array) else super().embed(embedding, tokens)
 
-    def normed_products(
-        self, x: jax.Array, norm: jax.Array | None, norms: NormSpec, matrices: Sequence[tuple[Any, jax.Array | None]]
-    ) -> list[jax.Array]:
-        if (kind := _norms(norms)) is None or not _are_packed(*(w for w, _ in matrices)):
-            return super().normed_products(x, norm, norms, matrices)
-        return project(x, [Weights.of(w, b) for w, b in matrices], norm=norm, norms=kind)
+    def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
+        parts: Any = [(p.w_q, p.b_q), (p.w_k, p.b_k), (p.w_v, p.b_v)][: 3 if spec.attention.own_kv else 1]
+        if (norms := norms_of(spec.norms)) is None or not are_packed(*(w for w, _ in parts)):
+            return super().queries_keys_values(x, p, spec)
+        with jax.named_scope("qkv"):
+            found = project(x, [Weights.of(w, b) for w, b in parts], norm=p.attn_norm, norms=norms)
+            return self.heads(found, p, spec)
 
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
         matrices: Any = p.w_o, p.w_gate, p.w_up, p.w_down
-        norms, activation = _norms(spec.norms), MLPS[spec.mlp.kind].activation
-        packed = _are_packed(*matrices) and spec.residual_scale == 1 and spec.norms.placement not in PARALLEL
+        norms, activation = norms_of(spec.norms), MLPS[spec.mlp.kind].activation
+        packed = are_packed(*matrices) and spec.residual_scale == 1 and spec.norms.placement not in PARALLEL
         if norms is None or activation not in ACTIVATIONS or not packed:
             return super().after_attention(x, attended, p, spec, following)
         output, gate, up, down = map(Weights.of, matrices, (p.b_o, p.b_gate, p.b_up, p.b_down))
@@ -126,11 +127,11 @@ class PackedOperators(Operators):
             return rest_of_layer(x, flat, (output, gate, up, down), weights, norms, activation)
 
 
-def _norms(spec: NormSpec) -> Norms | None:
+def norms_of(spec: NormSpec) -> Norms | None:
     plus_one = NORMS[spec.kind].plus_one
     return None if plus_one is None else Norms(spec.eps, plus_one)
 
 
-def _are_packed(*matrices: Any) -> bool:
+def are_packed(*matrices: Any) -> bool:
     """True if one call takes them: all are packed, and either all or none in blocks."""
     return len(kinds := {type(getattr(w, "base", w)) for w in matrices}) == 1 and kinds <= {PackedMatrix, PackedBlocks}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix, quantise
 from ksana_jax.models.params import init_params, quantised
@@ -184,6 +185,18 @@ def test_a_row_of_a_packed_product_is_the_same_whatever_stands_beside_it(dtype, 
     whole, *parts = jax.jit(lambda x, w: [linear(part, w) for part in (x, *(x[some] for some in rows))])(x, w)
     for some, part in zip(rows, parts, strict=True):
         np.testing.assert_array_equal(exact(part), exact(whole[some]))
+
+
+@native_products
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_a_norm_in_one_call_have_the_bits_of_one_after_the_other(dtype):
+    x, norm, w, other = (drawn(*shape, dtype=dtype) for shape in ((9, 48), (48,), (100, 48), (70, 48)))
+    norms, device = NormSpec("rms", 1e-5, "before"), operators(dtype)
+    together = jax.jit(lambda x, *matrices: device.normed_products(x, norm, norms, matrices))
+    normed = device.normed(x, norm, norms)
+    for found, matrix in zip(together(x, pack(w), pack(other)), (w, other), strict=True):
+        np.testing.assert_array_equal(found, device.linear(normed, pack(matrix)))
+    assert device.normed_products(x, norm, norms, [w, pack(other)]) is None
 
 
 @native_products
