@@ -76,7 +76,8 @@ def _draw_groups(figure: Figure, rows: Sequence[ResultRow]) -> None:
             axes.plot(*_curve(row, rows), label=row.name, **line_style(index))
         size, unit = byte_unit(held := max(row.mean("live_kv_bytes") or 0 for row in members))
         amount = f"{held / size:,.0f}" if held >= 100 * size else f"{held / size:.3g}"
-        axes.set_title(f"{amount} {unit} of KV", fontsize=6, loc="left")
+        most = "" if len(found) < 5 else "up to "
+        axes.set_title(f"{most}{amount} {unit} of KV", fontsize=6, loc="left")
         axes.set_ylabel("perplexity")
         _logarithmic(axes)
         plain_numbers(axes.yaxis)
