@@ -16,10 +16,11 @@ def read_bytes(layout: KVLayout, num_tokens: int, num_blocks: int) -> int:
       num_tokens: of its sequence. num_blocks: that hold them, in all groups of layers.
     """
     summary = sum(leaf.nbytes for leaf in layout.leaves if leaf.name in (SUMMARY, INDEX_KEY))
-    whole, size = layout.block_bytes - summary, layout.block_size
+    whole = layout.block_bytes - summary
     layers = [at for at in range(len(layout.places)) if layout.states is None or at not in layout.states.layers]
     if layout.selection is None:
         return num_blocks * whole * len(layers) // len({layout.places[layer] for layer in layers})
+    size = layout.block_size
 
     def read(method: SelectionMethod | None, held: int) -> int:
         chosen = held * size if method is None else method.num_tokens(size)

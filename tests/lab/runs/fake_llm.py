@@ -37,7 +37,8 @@ class FakeLLM:
         self.block_bytes = 1024
         weights = np.zeros(2048 if self.config.quantization else 8192, np.uint8)
         self.runner = SimpleNamespace(params={"weights": weights})
-        layout = SimpleNamespace(selection=None, eviction=None, block_bytes=self.block_bytes, leaves=(), places=(0,))
+        absent = dict.fromkeys(("selection", "eviction", "states"))
+        layout = SimpleNamespace(**absent, block_bytes=self.block_bytes, leaves=(), places=(0,))
         self.engine = SimpleNamespace(scheduler=SimpleNamespace(layout=layout))
         self.num_blocks = 64
         self.kv_bytes_per_token = lambda num_tokens: self.block_bytes / self.config.block_size
