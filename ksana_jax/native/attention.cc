@@ -11,6 +11,8 @@ namespace {
 constexpr int64_t kWorthThreads = 1 << 12;
 // Jobs of a thread below which sections of their keys are divided among threads.
 constexpr int64_t kFewJobs = 2;
+// Numbers that the sums of all sections may have, 64 MiB: many threads have many jobs, and long texts many sections.
+constexpr int64_t kMostSums = 1 << 24;
 
 // An upper bound of the number of scores, from the blocks present.
 int64_t NumScores(const Call& call) {
@@ -35,14 +37,16 @@ std::vector<std::vector<int64_t>> SectionsOfTables(const Call& call) {
   return sections;
 }
 
-// Divides sections among threads, and adds up their results when all are there.
+// Divides sections among threads, and adds up their results when all are there. False if there is nothing to divide, or
+// no room for their sums.
 template <typename Type>
-void AttendInSections(const Call& call, const Threads& threads) {
+bool AttendInSections(const Call& call, const Threads& threads) {
   const auto sections = SectionsOfTables(call);
   size_t count = 0;
   for (const auto& of_table : sections) count = std::max(count, of_table.size() - 1);
   const int64_t jobs = call.num_jobs(), most = count;
   const int64_t size = Sums::Size(call.RowsOfJob(), Scratch<Type>::Wide(call.h));
+  if (most <= 1 || jobs * most * size > kMostSums) return false;
   Lines<float> sums(jobs * most * size);
   const auto make = [&] { return Scratch<Type>(call); };
   RunPhases(threads, {jobs * most, jobs}, make, [&](Scratch<Type>& scratch, size_t phase, int64_t index) {
@@ -56,17 +60,17 @@ void AttendInSections(const Call& call, const Threads& threads) {
       Job<Type>(call, scratch, index).AddUp(&sums[index * most * size], size, most);
     }
   });
+  return true;
 }
 
 template <typename Type>
 void Run(const Call& call, const Threads& threads) {
   const auto make = [&] { return Scratch<Type>(call); };
   const int64_t jobs = call.num_jobs(), most = NumScores(call) < kWorthThreads ? 1 : threads.count;
-  if (most == 1 || jobs >= kFewJobs * most) {
+  const bool has_few_jobs = most > 1 && jobs < kFewJobs * most;
+  if (!has_few_jobs || !AttendInSections<Type>(call, threads)) {
     const auto attend = [&](Scratch<Type>& scratch, int64_t index) { Job<Type>(call, scratch, index).Attend(); };
     RunJobs(threads, jobs, make, attend, most);
-  } else {
-    AttendInSections<Type>(call, threads);
   }
   if (call.mass == nullptr) return;
   std::fill_n(call.mass, call.s * call.k * call.p * call.b, 0.0f);
