@@ -6,14 +6,13 @@ pass. Source: arXiv:2412.06464, section 3.3.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.models.layers import rms_norm
-from ksana_jax.models.recurrent import Mix, OfInputs, State, StatesInPlace, Terms
+from ksana_jax.models.recurrent import Mix, OfInputs, State, StatesInPlace, Terms, causal_conv
 from ksana_jax.models.text_tokens import TextTokens
 
 CHUNK = 32
@@ -28,11 +27,10 @@ class _FromTheStart(StatesInPlace):
     def matrices(
         self, inputs: State, gate: jax.Array | None, p: Any, spec: Any, bias: jax.Array | None, terms: OfInputs
     ) -> tuple[jax.Array, State]:
-        x, taps = inputs["conv"], jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])[:, 0].astype(jnp.float32)
-        length, count = len(x), taps.shape[-1]
-        padded = jnp.pad(x, ((count - 1, 0), (0, 0)))
-        products = [padded[lag : lag + length] * taps[:, lag] for lag in range(count)]
-        convolved = functools.reduce(jnp.add, products).astype(x.dtype)
+        x, taps = inputs["conv"], jnp.concatenate([p.w_conv_q, p.w_conv_k, p.w_conv_v])
+        length, nth = len(x), jnp.arange(len(x))
+        before, tokens = jnp.zeros((1, spec.kernel - 1, x.shape[1]), x.dtype), TextTokens(0 * nth, nth, nth[-1:])
+        convolved, _ = causal_conv(x, before, tokens, taps, bias)
         out = chunked(jax.vmap(terms)(convolved, inputs["decay"], inputs["beta"]))
         assert gate is not None
         normed = rms_norm(out, p.delta_norm.astype(jnp.float32), spec.eps)
